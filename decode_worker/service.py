@@ -28,7 +28,6 @@ from alignedserve.messages.wire import Codec
 from alignedserve.process.logic_driver import LogicDriver
 from alignedserve.process.process_spec import ProcessSpec
 from alignedserve.runtime.device.shared_device import SharedDevice
-from alignedserve.runtime.engine.device_turns import shared_device_of
 from alignedserve.runtime.engine.engine_sizes import (
     EngineSizes,
     can_stop,
@@ -36,12 +35,11 @@ from alignedserve.runtime.engine.engine_sizes import (
     num_stops,
     swapped_bytes,
 )
-from alignedserve.runtime.engine.model_executor import ModelExecutor
+from alignedserve.runtime.engine.model_executor import ModelExecutor, shared_device_of
 from alignedserve.runtime.executor import Executor, make_candidate_memory, make_executor
 from alignedserve.runtime.kv.arena_files import arena_path
-from alignedserve.runtime.kv.block_copier import BlockCopier
 from alignedserve.runtime.kv.buffer_budget import BufferBudget
-from alignedserve.runtime.kv.candidate_memory import CandidateMemory, CopyCommand, LendingCopier
+from alignedserve.runtime.kv.candidate_memory import BlockCopier, CandidateMemory, CopyCommand, LendingCopier
 from alignedserve.runtime.kv.transfers.kv_transfer import AUTO
 from alignedserve.runtime.model.served_model import ServedModel
 from alignedserve.runtime.model.weights.shared_weights import share_weights

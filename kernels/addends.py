@@ -40,10 +40,8 @@ class Addends(NamedTuple):
         return self._replace(values=self.values[:, first:])
 
     def added_to(self, product: Tensor, *, is_gated: bool = False) -> Tensor:
-        """Add to product [rows, columns] of any dtype, in place and rounded once, and return it.
-
-        With gates, `product` has those in its first half and the ups in its second.
-        """
+        """Add to product [rows, columns] of any dtype, in place and rounded once, and return it. With gates, `product`
+        has those in its first half and the ups in its second."""
         if self.device_adder is not None:
             self.device_adder(product)
             return product

@@ -7,8 +7,7 @@ product ("grouped view"), so that no key is read twice.
 Chunk: several new tokens of one sequence on top of its cached context, with a causal mask.
 
 Scores, softmax and sums are float32 whatever the dtype. Every slot that is gathered must hold finite numbers (the
-engine zeroes a block before its first use); which of them count is up to the mask.
-"""
+engine zeroes a block before its first use); which of them count is up to the mask."""
 
 import math
 from typing import NamedTuple
@@ -89,8 +88,7 @@ def attend_decode(
     runs       of each sequence's blocks [sequences * blocks], padded to the same number
     mask       [sequences, 1, 1, blocks * block_size] float32: 0 where a slot counts, -inf elsewhere
     scores     with the sinks of this layer
-    returns    [sequences, kv_heads, group, head_dim], dtype of queries
-    """
+    returns    [sequences, kv_heads, group, head_dim], dtype of queries"""
     count, kv_heads, group, head_dim = queries.shape
     dtype = queries.dtype
     keys = _gather(key_runs, runs, (kv_heads, head_dim), dtype, "keys", buffers)
@@ -120,8 +118,7 @@ def attend_chunk(
     keys       [context, kv_heads, head_dim]; values alike; the new tokens are the last of the context
     mask       [tokens, context] float32 or dtype of queries, 0 or -inf; None: context is the new tokens alone, causal
     scores     with the sinks of this layer
-    returns    [tokens, kv_heads, group, head_dim]
-    """
+    returns    [tokens, kv_heads, group, head_dim]"""
     if not scores.is_plain:
         if mask is None:
             hidden = torch.ones(len(queries), len(keys), dtype=torch.bool, device=keys.device).triu_(1)
@@ -165,8 +162,7 @@ def gather_context(
 ) -> Tensor:
     """Gather the first slots of the selected runs as `shape` (context_len, kv_heads, head_dim) into a buffer.
 
-    `dtype`: of the result; also that of the runs, unless they are int8.
-    """
+    `dtype`: of the result; also that of the runs, unless they are int8."""
     context_len, kv_heads, head_dim = shape
     gathered = _gather(cached, runs, (kv_heads, head_dim), dtype, name, buffers)
     return gathered.view(-1, kv_heads, head_dim)[:context_len]

@@ -4,8 +4,7 @@ XXH3 takes a part in rounds of 16 stripes of 8 words. Within a round the words' 
 between rounds the 8 sums are mixed:
 
     stripe:  s[i] += word[i ^ 1] + low(x) * high(x)          x = word[i] ^ secret[stripe + i], halves of 32 bits
-    round:   s[i]  = (s[i] ^ s[i] >>> 47 ^ secret[16 + i]) * PRIME32_1
-"""
+    round:   s[i]  = (s[i] ^ s[i] >>> 47 ^ secret[16 + i]) * PRIME32_1"""
 
 import functools
 import struct
@@ -39,8 +38,7 @@ def listed_digests(rows: Tensor, row_ids: Tensor) -> Tensor:
     """Compute the digests of some of the rows where they lie.
 
     rows      [num_rows, any multiple of 8] uint8, contiguous
-    row_ids   [count] int64, on the same device -> int64 [count], there too
-    """
+    row_ids   [count] int64, on the same device -> int64 [count], there too"""
     kernels = fused_kernels("row_digests", rows.device, rows.dtype)
     if kernels is None:
         return row_digests(rows[row_ids])
@@ -120,21 +118,18 @@ def _part_digests(words: Tensor) -> Tensor:
     num_rest = num_stripes - num_rounds * STRIPES
     rest = words[:, num_rounds * ROUND_WORDS : num_stripes * LANES].reshape(len(words), num_rest, LANES)
     sums = sums + _terms(rest, keys[:num_rest]).sum(dim=1) + _terms(words[:, -LANES:], last_keys)
-    return _merged(sums ^ merge_keys, num_bytes)
+    keyed = sums ^ merge_keys
+    pairs = keyed.reshape(len(keyed), LANES // 2, 2)
+    low, high = _wide_product(pairs[..., 0], pairs[..., 1])
+    result = (low ^ high).sum(dim=-1) + signed(num_bytes * PRIME64_1)
+    result = (result ^ _shifted(result, 37)) * LAST_MIX
+    return result ^ _shifted(result, 32)
 
 
 def _terms(words: Tensor, keys: Tensor) -> Tensor:
     mixed = words ^ keys
     neighbours = words.reshape(*words.shape[:-1], LANES // 2, 2).flip(-1).reshape(words.shape)
     return (mixed & _HALF) * _shifted(mixed, 32) + neighbours
-
-
-def _merged(keyed: Tensor, num_bytes: int) -> Tensor:
-    pairs = keyed.reshape(len(keyed), LANES // 2, 2)
-    low, high = _wide_product(pairs[..., 0], pairs[..., 1])
-    result = (low ^ high).sum(dim=-1) + signed(num_bytes * PRIME64_1)
-    result = (result ^ _shifted(result, 37)) * LAST_MIX
-    return result ^ _shifted(result, 32)
 
 
 def _wide_product(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:

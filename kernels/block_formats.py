@@ -5,8 +5,7 @@ Those of GGUF files, by GGUF's names; and G4_32, G4_64 and G4_128, of 4 bits wit
 of two for every 32 floats of 4 bits.
 
 GPUs multiply by groups of numbers (`kernels.grouped_linear`): the values of a block, whose scales and minima become
-float32. Values of 4 bits stay so, in groups of 32; the integers of Q8_0, and of Q6_K in groups of 16, take a byte.
-"""
+float32. Values of 4 bits stay so, in groups of 32; the integers of Q8_0, and of Q6_K in groups of 16, take a byte."""
 
 from typing import NamedTuple
 
@@ -46,10 +45,8 @@ def dequantize(raw_rows: Tensor, type_name: str) -> Tensor:
 
 
 def has_finite_scales(raw_rows: Tensor, type_name: str) -> bool:
-    """Return whether every scale and minimum among the blocks is a finite number.
-
-    Then every value is one too, but for G formats, whose float32 scale times 15 may be too large.
-    """
+    """Return whether every scale and minimum among the blocks is a finite number. Then every value is one too, but for
+    G formats, whose float32 scale times 15 may be too large."""
     layout = format_named(type_name)
     if layout.scale_bytes == 1:  # an exponent; the last one is no number
         return not bool((_blocks(raw_rows, layout)[:, layout.scale_places[0]] == _NO_EXPONENT).any())

@@ -9,8 +9,7 @@ Worked example: a Q5_0 block has scale 0.5 and the byte 0x3f first, with the fif
 Blocks of types without a product of their own are rewritten as a type that has one. Such a block is a scale times
 small integers, so that Q8_0 holds the same integers, of 32 values each. Its scale is a float16: exact for Q5_0 and
 IQ4_NL, and within 2^-12 for the others, whose scale is a float16 times an integer. Q3_K has a scale for every 16
-values, as Q6_K does, which holds it exactly.
-"""
+values, as Q6_K does, which holds it exactly."""
 
 from collections.abc import Callable
 from functools import partial
@@ -59,10 +58,8 @@ def unpack_rows(raw_rows: Bytes, type_name: str) -> Floats:
 
 
 def block_parts(raw_rows: Bytes, type_name: str) -> BlockParts | None:
-    """Return raw rows [rows, bytes of a row] as integers and what they are multiplied by; None: this type has none.
-
-    Of all blocks of all rows, one after another.
-    """
+    """Return raw rows [rows, bytes of a row] as integers and what they are multiplied by; None: this type has none. Of
+    all blocks of all rows, one after another."""
     parts = _PARTS.get(type_name)
     if parts is None:
         return None

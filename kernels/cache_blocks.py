@@ -7,8 +7,7 @@ float16. A block of 16-bit numbers shrinks to (block_size + 4) / (2 * block_size
 at 16 slots. A copied block is one row of bytes:
 
     uint8    [runs, block_size, width]    rounded numbers
-    float16  [runs, 2, width]             steps, then lowest numbers
-"""
+    float16  [runs, 2, width]             steps, then lowest numbers"""
 
 from collections.abc import Iterator
 
@@ -25,8 +24,7 @@ def gather_blocks(blocks: Tensor, block_ids: Tensor, rows: Tensor) -> None:
 
     blocks      [num_blocks, block_bytes] uint8, contiguous, block_bytes a multiple of 8
     block_ids   [count] int64, on the same device
-    rows        [count, block_bytes] uint8, contiguous, on the same device
-    """
+    rows        [count, block_bytes] uint8, contiguous, on the same device"""
     kernels = fused_kernels("block_copies", blocks.device, blocks.dtype)
     if kernels is not None:
         with on_device(blocks.device):
@@ -50,8 +48,7 @@ def copy_listed(source: Tensor, source_ids: Tensor, target: Tensor, target_ids: 
 
     source, target            [num_blocks, block_bytes] uint8, contiguous, block_bytes a multiple of 8; one of them may
                               be another device's memory, mapped for this one
-    source_ids, target_ids    [count] int64, on this device
-    """
+    source_ids, target_ids    [count] int64, on this device"""
     kernels = fused_kernels("block_copies", source.device, source.dtype)
     if kernels is not None:
         with on_device(source.device):
@@ -81,8 +78,7 @@ def quantise_blocks(blocks: Tensor, block_ids: Tensor, rows: Tensor) -> None:
     block_ids   [count] int64, on the same device
     rows        [count, (block_size + RANGE_BYTES) * runs * width] uint8, each contiguous, on the same device
 
-    Empty slots count too: fill them first. A NaN makes its whole channel NaN; values beyond float16 are clipped.
-    """
+    Empty slots count too: fill them first. A NaN makes its whole channel NaN; values beyond float16 are clipped."""
     for part in _parts(len(rows), blocks):
         _quantise(blocks.index_select(0, block_ids[part]).float(), *parts_of(rows[part], blocks))
 

@@ -3,8 +3,7 @@
 A row holds the elements of all heads, a byte each, and behind them the scale of each head, float32, as bytes:
 [kv_heads * head_dim + 4 * kv_heads], int8 or (for FP8, e4m3) uint8. A value is an element times its head's scale. The
 scale is the head's largest magnitude / 127: int8 changes a value by at most half of it; / 448: FP8 changes a value by
-at most a sixteenth of itself or a thousandth of its scale. The scale of a head that is not finite is NaN.
-"""
+at most a sixteenth of itself or a thousandth of its scale. The scale of a head that is not finite is NaN."""
 
 import torch
 from torch import Tensor

@@ -1,9 +1,15 @@
 """Feed-forward parts of a layer: two products for all tokens, or experts, of which each token passes a few.
 
 With experts, rows are sorted by expert, so that every expert's weights are read once and multiplied by all its rows; on
-a GPU by the device itself (`kernels.sorted_experts`).
+a GPU by the device itself (`kernels.grouped_linear`).
+
+A feed-forward part whose gates count from a cutoff on: that of a share of them if they were normally distributed.
+
+Layer embeddings (per-layer embeddings, Gemma 3n and 4): a short vector of each token for every layer, and what a
+layer adds to the stream by it.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
@@ -12,12 +18,12 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from kernels.activation import Gated, Norm
 from kernels.addend_layout import LayerProduct
 from kernels.cpu.expert_products import ExpertProducts, native_experts
 from kernels.gpu_dispatch import fused_kernels
 from kernels.linear import AdaptableProjection, Linear, Projection
 from kernels.lora import LayerAdapters
-from kernels.norm import Norm
 
 # On a CPU so many rows are computed at a time: intermediate results then stay in the cache, and in memory that was used
 # before. 2048 rows of 896 x 4864 in float32: 575 ms at once, 498 ms in four parts.
@@ -119,11 +125,9 @@ class ScaledRouter:
 
 
 class GroupRouter:
-    """Chooses by sigmoids: first groups of experts by their two best, then experts in these (DeepSeek-V3, 2.1.2).
-
-    A learned number is added to an expert's score for the choice alone; it evens out how often experts are chosen.
-    Without these numbers, scores are a softmax, and groups are chosen by their best expert (DeepSeek-V2, 2.2.2).
-    """
+    """Chooses by sigmoids: first groups of experts by their two best, then experts in these (DeepSeek-V3, 2.1.2). A
+    learned number is added to an expert's score for the choice alone; it evens out how often experts are chosen.
+    Without these numbers, scores are a softmax, and groups are chosen by their best expert (DeepSeek-V2, 2.2.2)."""
 
     __slots__ = ("_correction", "_normalises", "_num_chosen", "_num_chosen_groups", "_num_groups", "_product", "_scale",
                  "num_experts")  # fmt: skip
@@ -152,19 +156,16 @@ class GroupRouter:
         scores = logits.softmax(-1) if self._correction is None else _sigmoids(logits)
         ranks = scores if self._correction is None else scores + self._correction
         if self._num_groups > 1:
-            ranks = self._in_chosen_groups(ranks)
+            by_group = ranks.view(len(ranks), self._num_groups, -1)
+            best = by_group.topk(1 if self._correction is None else 2, dim=-1).values.sum(-1)
+            chosen = best.topk(self._num_chosen_groups, dim=-1).indices
+            others = torch.ones_like(best, dtype=torch.bool).scatter_(1, chosen, False)
+            ranks = by_group.masked_fill(others[..., None], -torch.inf).view_as(ranks)
         experts = ranks.topk(self._num_chosen, dim=-1).indices
         shares = scores.gather(1, experts)
         if self._normalises:
             shares = shares / (shares.sum(-1, keepdim=True) + 1e-20)
         return Routing(experts, shares * self._scale)
-
-    def _in_chosen_groups(self, ranks: Tensor) -> Tensor:
-        by_group = ranks.view(len(ranks), self._num_groups, -1)
-        best = by_group.topk(1 if self._correction is None else 2, dim=-1).values.sum(-1)
-        chosen = best.topk(self._num_chosen_groups, dim=-1).indices
-        others = torch.ones_like(best, dtype=torch.bool).scatter_(1, chosen, False)
-        return by_group.masked_fill(others[..., None], -torch.inf).view_as(ranks)
 
 
 def _sigmoids(x: Tensor) -> Tensor:
@@ -184,8 +185,7 @@ def grouped_products(
     experts   [rows, chosen] int64: indices of `products`, which map [n, in_width] to [n, out_width]
     shares    [rows, chosen]: what rows are multiplied by before; None: nothing
     native    all products in one call, for where experts have few rows
-    returns   [rows, chosen, out_width]
-    """
+    returns   [rows, chosen, out_width]"""
     order, counts, rows = _by_expert(x, experts, len(products), shares)
     results = multiplied_by_expert(rows, counts, products, native)
     return _in_order(results, order, experts)
@@ -337,3 +337,87 @@ def weighted(results: Tensor, shares: Tensor) -> Tensor:
     """Add up results [rows, chosen, width], which may be overwritten, times shares [rows, chosen] -> [rows, width]."""
     # Of one dtype: PyTorch multiplies a bfloat16 in place by a float32 a hundred times as slowly.
     return results.mul_(shares[..., None].to(results.dtype)).sum(1)
+
+
+class SparseFeedForward:
+    """x [rows, hidden_size] -> down(activation(relu(gate - cutoff)) * up)."""
+
+    __slots__ = ("_deviations", "_gated", "down", "gate_up", "in_width", "out_width")
+
+    def __init__(self, gate_up: Projection, down: Projection, gated: Gated, sparsity: float) -> None:
+        """`gate_up` makes both, gates first, without a nonlinearity; `sparsity`: the share, in (0, 1)."""
+        self.gate_up, self.down, self._gated = gate_up, down, gated
+        self.in_width, self.out_width = gate_up.in_width, down.out_width
+        self._deviations = torch.erfinv(2 * torch.tensor(sparsity) - 1).mul_(math.sqrt(2.0)).to(gated.dtype)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Compute x [rows, in_width], rows >= 1 -> [rows, out_width]."""
+        return torch.cat([self._part(rows) for rows in torch.split(x, _TILE_ROWS)])
+
+    def _part(self, x: Tensor) -> Tensor:
+        both = self.gate_up(x)
+        gates = both[:, : both.shape[1] // 2]
+        exact = gates.double()  # so that sums do not depend on the order of their terms
+        mean = exact.mean(1, keepdim=True)
+        deviation = exact.sub_(mean).square_().mean(1, keepdim=True).sqrt_()
+        gates.sub_(mean.to(x.dtype) + deviation.to(x.dtype) * self._deviations).relu_()
+        return self.down(self._gated(both))
+
+
+class LayerEmbeddings:
+    """token_ids [tokens], hidden [tokens, hidden_size], inputs of the first layer -> [tokens, layers, width]."""
+
+    __slots__ = ("_look_up", "_multiplier", "_norm", "_num_layers", "_num_rows", "_product")
+
+    def __init__(
+        self, look_up: Callable[[Tensor], Tensor], product: Projection, norm: Norm, *, num_rows: int, num_layers: int
+    ) -> None:
+        """`look_up` maps [tokens] below `num_rows` to rows [tokens, layers * width] of a table, `product` the stream to
+        as many; `norm` is of one vector."""
+        self._look_up, self._product, self._norm = look_up, product, norm
+        self._num_rows, self._num_layers = num_rows, num_layers
+        self._multiplier = math.sqrt(product.out_width // num_layers)
+
+    def __call__(self, token_ids: Tensor, hidden: Tensor) -> Tensor:
+        """Compute; tokens without a row have that of token 0."""
+        rows = self._look_up(token_ids.where(token_ids < self._num_rows, 0))
+        made = self._product(hidden).mul_(hidden.shape[1] ** -0.5)
+        width = made.shape[1] // self._num_layers
+        made = self._norm(made.view(-1, width)).view(len(made), self._num_layers, width)
+        multiplier = torch.tensor(self._multiplier, dtype=rows.dtype).item()  # rounded as the table is
+        return made.add_(rows.mul_(multiplier).view_as(made)).mul_(0.5**0.5)
+
+
+class EmbeddingGate:
+    """What a layer adds by its own embeddings of the tokens."""
+
+    __slots__ = ("_gate", "_gated", "_norm", "_output")
+
+    def __init__(self, gate: Projection, output: Projection, norm: Norm, gated: Gated) -> None:
+        self._gate, self._output, self._norm, self._gated = gate, output, norm, gated
+
+    def __call__(self, x: Tensor, embeddings: Tensor) -> Tensor:
+        """Compute x [rows, hidden_size], embeddings [rows, width] -> [rows, hidden_size]."""
+        return self._norm(self._output(self._gated(torch.cat((self._gate(x), embeddings), 1))))
+
+
+class LayerEnd:
+    """What becomes of the residual stream behind a layer."""
+
+    __slots__ = ("_gate", "_scale")
+
+    def __init__(self, gate: EmbeddingGate | None, scale: Tensor | None) -> None:
+        """`scale` [1]: by which the stream is multiplied; None: by nothing."""
+        self._gate, self._scale = gate, scale
+
+    def addend(self, x: Tensor, embeddings: Tensor | None) -> Tensor:
+        """Return what the layer adds by its embeddings [rows, width] and by x [rows, hidden_size]."""
+        assert self._gate is not None, "a layer without embeddings"
+        assert embeddings is not None, "a layer without embeddings"
+        return self._gate(x, embeddings)
+
+    def __call__(self, hidden: Tensor, embeddings: Tensor | None) -> Tensor:
+        """Change hidden [rows, hidden_size] in place and return it; `embeddings` [rows, width], if it has a gate."""
+        if self._gate is not None:
+            hidden.add_(self.addend(hidden, embeddings))
+        return hidden if self._scale is None else hidden.mul_(self._scale)

@@ -5,8 +5,7 @@ never changes a row's result; weights have one scale per output. A norm or a gat
 them in the same launch and attaches them to its result: to read an element from the GPU's memory again costs more.
 
 Worked example: an input row [0.5, -448 * 0.5] has scale 0.5 and becomes [1, -448]; a weight row [2, 1] of scale 0.25
-gives (1 * 2 - 448 * 1) * 0.5 * 0.25 = -55.75.
-"""
+gives (1 * 2 - 448 * 1) * 0.5 * 0.25 = -55.75."""
 
 from typing import NamedTuple
 
@@ -60,10 +59,8 @@ def has_float8_products(device: torch.device | str) -> bool:
 
 
 class Float8Linear:
-    """x [rows, in_width] -> activation(x @ weight.T + bias) [rows, out_width], of dtype `dtype`.
-
-    With gates: activation(gate) * up, of a weight whose first half makes the gates.
-    """
+    """x [rows, in_width] -> activation(x @ weight.T + bias) [rows, out_width], of dtype `dtype`. With gates:
+    activation(gate) * up, of a weight whose first half makes the gates."""
 
     __slots__ = ("_dtype", "_end", "_scales", "_weight", "in_width", "out_width")
 

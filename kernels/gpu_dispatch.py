@@ -56,10 +56,8 @@ def fused_kernels(name: str, device: torch.device, dtype: torch.dtype) -> Any | 
 
 
 def can_launch(name: str, trial: Callable[[], object]) -> bool:
-    """Return whether a kernel can be launched here, by running `trial`, a tiny launch, once per `name` and process.
-
-    A kernel that cannot be launched is logged once, with the reason.
-    """
+    """Return whether a kernel can be launched here, by running `trial`, a tiny launch, once per `name` and process. A
+    kernel that cannot be launched is logged once, with the reason."""
     if name not in _can_launch:
         reason = _obstacle(trial)
         _can_launch[name] = reason is None

@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
+from kernels.activation import rms_norm
 from kernels.cache_rows import quantise_float8_rows, quantise_rows
 from kernels.cpu.rows import HeadRows, NormRows, native_level
 from kernels.gpu_dispatch import fused_kernels
-from kernels.norm import rms_norm
 
 # How heads are rounded for a cache of these elements.
 _ROUNDED = {torch.int8: quantise_rows, torch.uint8: quantise_float8_rows}
@@ -139,8 +139,7 @@ class HeadPlacement:
         rotation   cos, sin [tokens, 1, rotary_dim / 2] in `angle_dtype`; None: nothing is rotated
         slots      [tokens] int64, all different: the rows of keys and values that are overwritten
         keys       [slots, kv_heads * head_dim] contiguous, or rows of FP8 (`caches.float8_rows`), or on a CPU of int8
-                   (`kernels.cache_rows`); values alike
-        """
+                   (`kernels.cache_rows`); values alike"""
         if self._fused is not None and (norms is None or norms.is_by_head):
             self._fused(fused, norms, rotation, slots, keys, values)
             return

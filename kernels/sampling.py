@@ -69,10 +69,8 @@ def _splitmix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
     """Choose from logits [rows, vocabulary] of any dtype -> the likeliest token (the first of equals) [rows] int64, and
-    whether the row is usable [rows] bool.
-
-    A row that holds NaN or +inf, or nothing but -inf, is not usable: the maximum shows all three.
-    """
+    whether the row is usable [rows] bool. A row that holds NaN or +inf, or nothing but -inf, is not usable: the maximum
+    shows all three."""
     token_ids, most = _highest(logits)
     return token_ids, most.isfinite()
 
@@ -91,13 +89,11 @@ def _highest(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def sample(logits: Tensor, filters: Filters, draws: Tensor) -> tuple[Tensor, Tensor]:
-    """Draw one token per row from softmax(logits) after the filters.
-
-    Filters apply in this order: min_p (probability at least min_p times the highest), top_k (the k likeliest), top_p
-    (the fewest likeliest tokens that together hold top_p of what is left). `draws` [rows] float64 in [0, 1) picks by
-    the inverse of the cumulative distribution. logits [rows, vocabulary] float32, already divided by the temperature.
-    Returns token ids [rows] int64 and whether the row is usable [rows] bool (see `greedy`).
-    """
+    """Draw one token per row from softmax(logits) after the filters. Filters apply in this order: min_p (probability at
+    least min_p times the highest), top_k (the k likeliest), top_p (the fewest likeliest tokens that together hold top_p
+    of what is left). `draws` [rows] float64 in [0, 1) picks by the inverse of the cumulative distribution. logits
+    [rows, vocabulary] float32, already divided by the temperature. Returns token ids [rows] int64 and whether the row
+    is usable [rows] bool (see `greedy`)."""
     token_ids, most = _highest(logits)
     is_usable = most.isfinite()
     is_filtered = (filters.top_k > 0) | (filters.top_p < 1.0) | (filters.min_p > 0.0)
@@ -165,11 +161,9 @@ def _first_above(cumulative: Tensor, target: Tensor) -> Tensor:
 
 
 def penalise_(logits: Tensor, seen: SeenTokens, penalties: Penalties) -> None:
-    """Change logits [rows, vocabulary] float32 in place by the penalties.
-
-    Repetition divides positive and multiplies negative logits of every token seen; frequency (times the count) and
-    presence are subtracted for generated tokens, as OpenAI defines them.
-    """
+    """Change logits [rows, vocabulary] float32 in place by the penalties. Repetition divides positive and multiplies
+    negative logits of every token seen; frequency (times the count) and presence are subtracted for generated tokens,
+    as OpenAI defines them."""
     logit = logits[seen.rows, seen.token_ids]
     repetition, frequency, presence = (column[seen.rows] for column in penalties)
     scaled = torch.where(logit > 0, logit / repetition, logit * repetition)
@@ -177,10 +171,8 @@ def penalise_(logits: Tensor, seen: SeenTokens, penalties: Penalties) -> None:
 
 
 def count_last(seen: SeenTokens, rows: Tensor, last: Tensor) -> SeenTokens:
-    """Return what rows have seen with one more generated token each, in any order and some tokens twice.
-
-    rows [counted] int64: which rows of the logits; last [all rows] int64: their tokens.
-    """
+    """Return what rows have seen with one more generated token each, in any order and some tokens twice. rows [counted]
+    int64: which rows of the logits; last [all rows] int64: their tokens."""
     is_last = seen.token_ids == last[seen.rows]
     before = torch.zeros_like(last, dtype=seen.counts.dtype).index_add_(0, seen.rows, seen.counts * is_last)
     return SeenTokens(
@@ -191,11 +183,8 @@ def count_last(seen: SeenTokens, rows: Tensor, last: Tensor) -> SeenTokens:
 
 
 def mask_tokens_(logits: Tensor, rows: Tensor, bits: Tensor) -> None:
-    """Set the logits of tokens that are not allowed to -inf, in place.
-
-    logits [all rows, vocabulary] of any dtype; rows [masked] int64, all different; bits [masked, words] int32: bit i of
-    word w is for token 32 w + i, 1: allowed.
-    """
+    """Set the logits of tokens that are not allowed to -inf, in place. logits [all rows, vocabulary] of any dtype; rows
+    [masked] int64, all different; bits [masked, words] int32: bit i of word w is for token 32 w + i, 1: allowed."""
     if token_masks.has_native_masks(logits):
         token_masks.mask_tokens_(logits, rows, bits)
         return
@@ -209,11 +198,9 @@ def mask_tokens_(logits: Tensor, rows: Tensor, bits: Tensor) -> None:
 
 
 def top_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return log-probabilities in the raw distribution.
-
-    logits [rows, vocabulary] float32, token_ids [rows] int64 -> that token's log-probability [rows], and the `num_top`
-    likeliest: values and ids [rows, num_top], likeliest first.
-    """
+    """Return log-probabilities in the raw distribution. logits [rows, vocabulary] float32, token_ids [rows] int64 ->
+    that token's log-probability [rows], and the `num_top` likeliest: values and ids [rows, num_top], likeliest
+    first."""
     logprobs = torch.log_softmax(logits, dim=-1)
     chosen = logprobs.gather(1, token_ids[:, None]).squeeze(1)
     values, ids = logprobs.topk(min(num_top, logits.shape[1]), dim=-1)

@@ -2,8 +2,7 @@
 al., NeurIPS 2023), and the short product beside its attention (LAuReL), as Gemma 3n has them.
 
 Streams are [rows, streams, hidden_size]; layers compute stream 0. All sums are of a few terms, one after another, so
-that a row's result does not depend on the rows beside it.
-"""
+that a row's result does not depend on the rows beside it."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -11,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kernels.activation import Norm
 from kernels.linear import Linear, Projection
-from kernels.norm import Norm
 
 _TILE_NUMBERS = 1 << 17
 _LEAST = 1e-5  # of the mean square of a stream that is brought to another's size

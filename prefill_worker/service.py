@@ -9,9 +9,8 @@ from alignedserve.messages.links import PrefillWorkerInbound
 from alignedserve.messages.wire import Codec
 from alignedserve.process.logic_driver import LogicDriver
 from alignedserve.process.process_spec import ProcessSpec
-from alignedserve.runtime.engine.device_turns import shared_device_of
 from alignedserve.runtime.engine.engine_sizes import EngineSizes, can_stop, num_stops
-from alignedserve.runtime.engine.model_executor import ModelExecutor
+from alignedserve.runtime.engine.model_executor import ModelExecutor, shared_device_of
 from alignedserve.runtime.executor import make_candidate_memory
 from alignedserve.runtime.kv.buffer_budget import BufferBudget
 from alignedserve.runtime.kv.candidate_memory import CandidateMemory, LendingCopier

@@ -1,8 +1,7 @@
 """What a client asks for, whatever API it speaks: a conversation, and the answer to it.
 
 A translator of each API makes both out of a body. Every part carries its path in that body: errors name the client's
-own field by construction.
-"""
+own field by construction."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -203,11 +202,9 @@ _SPEC_FIELDS = tuple(spec_field.name for spec_field in fields(AnswerSpec))
 
 
 def check_conversation(conversation: Conversation) -> Conversation:
-    """Return the conversation. Raises InvalidRequest, naming the field, unless its parts fit each other.
-
-    The results of an assistant's calls follow the calls at once, one for each, in any order; cut calls may have none.
-    Two tools never have the same name, and the choice names tools that are there.
-    """
+    """Return the conversation. Raises InvalidRequest, naming the field, unless its parts fit each other. The results of
+    an assistant's calls follow the calls at once, one for each, in any order; cut calls may have none. Two tools never
+    have the same name, and the choice names tools that are there."""
     open_calls: dict[str, PastCall] = {}
     for message in conversation.messages:
         if message.role == "tool":
@@ -276,10 +273,8 @@ def _is_shallow(value: Any, depth: int = _MAX_ARGUMENTS_DEPTH) -> bool:
 
 
 def template_messages(messages: Sequence[PastMessage]) -> list[dict[str, Any]]:
-    """Return the messages of a checked conversation for chat templates; results get the name of their function.
-
-    Cut calls without a result are left out.
-    """
+    """Return the messages of a checked conversation for chat templates; results get the name of their function. Cut
+    calls without a result are left out."""
     names: dict[str, str] = {}
     shown = []
     for message in _without_open_calls(messages):

@@ -5,8 +5,7 @@ The life of a deployment here:
 2. A probe's token comes through, and another after every loss.
 3. In the phase SERVING requests find the deployment by the name of its model.
 4. DRAINING: requests under way go on, new requests do not find it.
-5. The list names it no more: its links are closed.
-"""
+5. The list names it no more: its links are closed."""
 
 import asyncio
 import logging
@@ -16,10 +15,8 @@ from dataclasses import replace
 
 from alignedserve.api.backend.cluster import ClusterBackend
 from alignedserve.api.backend.connection import ClusterConnection
-from alignedserve.api.models.adapter_directory import AdapterDirectory
-from alignedserve.api.models.model_card import ModelCard
 from alignedserve.api.models.model_registry import RegisteredModel
-from alignedserve.api.models.model_services import ModelServices, Uses
+from alignedserve.api.models.model_services import AdapterDirectory, ModelCard, ModelServices, Uses
 from alignedserve.api.prefix_hasher import PrefixHasher
 from alignedserve.api.services import ApiServices
 from alignedserve.core.errors import ModelError
@@ -62,20 +59,16 @@ class Deployments:
 
     def serve_until_told(self, deployments: Sequence[ServedDeployment]) -> None:
         """Serve a list that may be of old, as a process that restarted has it, until the driver sends the current one.
-
-        Meanwhile, but not for long, an unknown model is one that may come.
-        """
+        Meanwhile, but not for long, an unknown model is one that may come."""
         self.serve(deployments)
         self._told.clear()
         self._services.models.is_complete = False
         self._waiting = start_background(self._wait_to_be_told(), "waiting for the list of models")
 
     def serve(self, deployments: Sequence[ServedDeployment]) -> tuple[DeploymentState, ...]:
-        """Serve exactly these from now on, in this order; return how each stands. May be repeated.
-
-        Of one that is new the tokenizer is loaded and the router dialled in the background. Requests that still hold
-        one that is gone fail.
-        """
+        """Serve exactly these from now on, in this order; return how each stands. May be repeated. Of one that is new
+        the tokenizer is loaded and the router dialled in the background. Requests that still hold one that is gone
+        fail."""
         self._services.models.is_complete = True
         self._told.set()
         self._order = tuple(deployed.deployment_id for deployed in deployments)
@@ -84,7 +77,8 @@ class Deployments:
         listed = {item.deployment_id: item for item in deployments if item.phase is not is_asleep}
         for deployment_id, known in tuple(self._deployments.items()):
             if deployment_id not in listed or not known.is_of(listed[deployment_id]):
-                self._remove(deployment_id)
+                self._deployments.pop(deployment_id).stop("The model is served no more.")
+                self._services.metrics.remove_deployment(deployment_id)
         for deployment_id, deployed in listed.items():
             deployment = self._deployments.pop(deployment_id, None)
             if deployment is None:
@@ -113,10 +107,6 @@ class Deployments:
         deployment = self._deployments[deployment_id]
         state = replace(deployment.state(), has_lines=deployment.card.name in lines)
         return replace(state, num_documents=state.num_open) if self._waiting_lines is not None else state
-
-    def _remove(self, deployment_id: str) -> None:
-        self._deployments.pop(deployment_id).stop("The model is served no more.")
-        self._services.metrics.remove_deployment(deployment_id)
 
     async def told(self) -> None:
         """Return once the list is the driver's current one, or no driver tells."""

@@ -1,7 +1,6 @@
 """The table of endpoints: how each body is parsed, made into prompts and requests, and answered.
 
-The gateway's routes, the lines of batches, the process that reads long bodies and `LLM` all walk it.
-"""
+The gateway's routes, the lines of batches, the process that reads long bodies and `LLM` all walk it."""
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -11,8 +10,8 @@ from typing import Any, Generic, TypeVar
 import orjson
 
 from alignedserve.api.anthropic import message_request
-from alignedserve.api.anthropic.bodies import BodyParser, CountTokensRequest, MessagesRequest
 from alignedserve.api.anthropic.message_format import MessageFormatter
+from alignedserve.api.anthropic.message_request import BodyParser, CountTokensRequest, MessagesRequest
 from alignedserve.api.conversation import Conversation, check_conversation
 from alignedserve.api.embeddings.request_builder import (
     EmbeddingRequest,
@@ -33,8 +32,7 @@ from alignedserve.api.embeddings.response_format import (
     cosines,
 )
 from alignedserve.api.errors import NeedsGateway
-from alignedserve.api.models.model_card import PromptServices
-from alignedserve.api.models.model_services import ModelServices
+from alignedserve.api.models.model_services import ModelServices, PromptServices
 from alignedserve.api.openai.bodies import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -42,8 +40,6 @@ from alignedserve.api.openai.bodies import (
     DetokenizeRequest,
     TokenizeRequest,
 )
-from alignedserve.api.openai.chat_prompt import note_variables
-from alignedserve.api.openai.generation_request import Arrival, GenerationRequest
 from alignedserve.api.openai.parsing import parse, parse_chat, parse_completion, plain_messages, without_fields_of_chat
 from alignedserve.api.openai.prompt_encoding import (
     Prompts,
@@ -51,19 +47,25 @@ from alignedserve.api.openai.prompt_encoding import (
     decode_text,
     encode_chat,
     encode_text,
+    note_variables,
 )
-from alignedserve.api.openai.request_builder import build_chat_request, build_completion_request
+from alignedserve.api.openai.request_builder import (
+    Arrival,
+    GenerationRequest,
+    build_chat_request,
+    build_completion_request,
+)
 from alignedserve.api.openai.response_format import ChatFormatter, CompletionFormatter, MakeBodyFormatter
 from alignedserve.api.openai.translation import chat_spec, completion_spec, conversation_of_chat
 from alignedserve.api.reasoning import open_marks
 from alignedserve.api.responses.bodies import CreateResponseRequest, ResponseFields, parse_input_tokens, parse_response
-from alignedserve.api.responses.context import resolve_references
 from alignedserve.api.responses.formatter import ResponsesFormatter
 from alignedserve.api.responses.items import Item, parse_items
 from alignedserve.api.responses.request_builder import (
     build_response_request,
     input_tokens_answer,
     new_response_id,
+    resolve_references,
     response_prompts,
 )
 from alignedserve.api.schema import IgnoredFields
@@ -80,8 +82,7 @@ _SHORT = "-"  # for a prompt that is encoded
 class GeneratingEndpoint(Generic[AskedT]):
     """An endpoint whose requests the cluster computes. All but `formatter` and `short` raise InvalidRequest.
 
-    `ignored` collects the fields that are ignored; None: they are refused.
-    """
+    `ignored` collects the fields that are ignored; None: they are refused."""
 
     path: str
     parse: Callable[[Body, IgnoredFields | None], AskedT]

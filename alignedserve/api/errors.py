@@ -22,8 +22,7 @@ AlignedServeError
     ├── Unservable              can never fit this cluster
     │   └── GrammarFailed           no token can follow under its grammar
     ├── TimedOut                silent past its deadline
-    └── GenerationFailed        an internal error
-"""
+    └── GenerationFailed        an internal error"""
 
 import math
 from dataclasses import dataclass

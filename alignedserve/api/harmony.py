@@ -5,8 +5,7 @@ channel `analysis`, the answer in `final`, what is said to the user before a cal
 whose header names a recipient, `to=functions.NAME`; it ends the answer.
 
 Here a conversation is made one that gpt-oss's template shows whole, an answer's text is divided, and a grammar holds an
-answer to its tools, its constraint and the budget of its thoughts.
-"""
+answer to its tools, its constraint and the budget of its thoughts."""
 
 import enum
 import re
@@ -46,10 +45,8 @@ class _Kind(enum.Enum):
 
 
 class HarmonyParser:
-    """Divides the text of one answer. The lengths of all runs together are the length of the text.
-
-    What comes without a header is content, so that nothing is lost of a model that does not keep to its form.
-    """
+    """Divides the text of one answer. The lengths of all runs together are the length of the text. What comes without a
+    header is content, so that nothing is lost of a model that does not keep to its form."""
 
     def __init__(
         self, marked: Callable[[str], str], new_id: Callable[[], str], *, has_tools: bool, is_continued: bool = False
@@ -57,8 +54,7 @@ class HarmonyParser:
         """Make a parser. `marked`: writes control tokens as the answer's text has them.
 
         `has_tools`: messages to functions are calls, not content. `is_continued`: the prompt ends inside of a message
-        to the user.
-        """
+        to the user."""
         self.has_calls = False
         self._marked = {marked(mark): mark for mark in MARKS}
         self._beginnings = [marked(beginning) for beginning in _BEGINNINGS]
@@ -158,11 +154,9 @@ _NEAREST_LEVELS = {"minimal": "low", "xhigh": "high", "max": "high"}
 
 
 def harmony_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Return the messages with one system message, and an assistant's calls apart, each with its result behind it.
-
-    The template takes thoughts as `thinking`, shows the first call of a message alone, names a result by the call right
-    before it, and reads a system message at the beginning only; descriptions of tools it takes for granted.
-    """
+    """Return the messages with one system message, and an assistant's calls apart, each with its result behind it. The
+    template takes thoughts as `thinking`, shows the first call of a message alone, names a result by the call right
+    before it, and reads a system message at the beginning only; descriptions of tools it takes for granted."""
     system = "\n\n".join(message["content"] for message in messages if message["role"] == "system")
     shown: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
     for index, message in enumerate(messages):
@@ -247,10 +241,7 @@ class HarmonyGrammar:
 
     def _tool_rules(self, literal: Callable[[str], str], call_end: str) -> list[str]:
         end = literal(END)
-        rules = [
-            f"preamble: {literal(_PREAMBLE)} said turn",
-            f"said{lazy(end)}: TEXT {end}",
-        ]
+        rules = [f"preamble: {literal(_PREAMBLE)} said turn", f"said{lazy(end)}: TEXT {end}"]
         options = []
         for index, tool in enumerate(self.tools):
             rules.append(f"arguments_{index}: {json_value(tool.arguments)}")

@@ -2,8 +2,7 @@
 
 `auto` follows from the speed of workers, the best of their start and of the last hour: a first token within three times
 a prompt of 1 024 tokens, a further token within twice a token of four requests together. People read 6.7 tokens a
-second, and wait for no first token longer than 5 s.
-"""
+second, and wait for no first token longer than 5 s."""
 
 from collections.abc import Iterator
 

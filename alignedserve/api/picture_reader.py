@@ -21,10 +21,8 @@ class ReadPictures(Protocol):
         """Return what stands for each picture in the prompt."""
 
     def placed(self, token_ids: Sequence[int], param: str) -> tuple[Picture, ...]:
-        """Return the pictures at their places in the prompt; `param`: the field of the conversation.
-
-        Raises InvalidRequest unless each picture token has its picture.
-        """
+        """Return the pictures at their places in the prompt; `param`: the field of the conversation. Raises
+        InvalidRequest unless each picture token has its picture."""
 
 
 class PictureReader:
@@ -42,12 +40,10 @@ class PictureReader:
     async def read(
         self, conversation: Conversation, form: PictureForm | None, config: GatewayConfig, lanes: WorkLanes
     ) -> ReadPictures | None:
-        """Return the pictures of a conversation, for a model that sees in this form; None: it has none.
-
-        Raises InvalidRequest naming the field: of a model that does not see, of a server without the plugin, of too
-        many or too large pictures, of URLs that carry no picture or lead where none is fetched from, of files that
-        cannot be decoded. Raises also Unfetched, Overloaded, NeedsGateway.
-        """
+        """Return the pictures of a conversation, for a model that sees in this form; None: it has none. Raises
+        InvalidRequest naming the field: of a model that does not see, of a server without the plugin, of too many or
+        too large pictures, of URLs that carry no picture or lead where none is fetched from, of files that cannot be
+        decoded. Raises also Unfetched, Overloaded, NeedsGateway."""
         named = [picture for message in conversation.messages for picture in message.pictures]
         if not named:
             return None

@@ -2,8 +2,7 @@
 
 A request shares cached blocks with those of the same root. The root is made of the client's API key, as a digest of it,
 of the `cache_salt` that the client sent, and of the form of the cached values, and it is keyed: nothing of these can be
-told from it, and no client can make another's.
-"""
+told from it, and no client can make another's."""
 
 import hashlib
 from collections.abc import Sequence
@@ -33,10 +32,8 @@ class PrefixHasher:
 
     @classmethod
     def of(cls, deployed: ServedDeployment, *, key: bytes) -> "PrefixHasher | None":
-        """Return the hasher of a deployment, with the cluster's key.
-
-        None: its prefix cache is off, or it is an encoder, whose tokens depend on later tokens.
-        """
+        """Return the hasher of a deployment, with the cluster's key. None: its prefix cache is off, or it is an
+        encoder, whose tokens depend on later tokens."""
         config, block_size = deployed.prefix_cache, deployed.block_size
         if not config.enabled or deployed.served.encoder is not None:
             return None
@@ -46,8 +43,7 @@ class PrefixHasher:
     def root(self, tenant: str, salt: str | None, adapter_digest: bytes = b"") -> bytes:
         """Return the root for the requests of one tenant (KeyEntry.owner) with this salt and adapter.
 
-        `salt`: None: there is none; `adapter_digest`: empty likewise.
-        """
+        `salt`: None: there is none; `adapter_digest`: empty likewise."""
         form = self._form + adapter_digest
         return prefix_root(self._key, tenant="" if self._is_shared else tenant, salt=salt or "", form=form)
 
@@ -65,10 +61,8 @@ class PrefixHasher:
 
 
 def cache_form(served: ServedModel, block_size: int, deployment_id: str = "") -> bytes:
-    """Return a digest of what cached values depend on beside tokens: model, types, layout of blocks.
-
-    Two deployments share none: the files of a model may have changed between them.
-    """
+    """Return a digest of what cached values depend on beside tokens: model, types, layout of blocks. Two deployments
+    share none: the files of a model may have changed between them."""
     names = (served.name, str(served.folder), deployment_id)
     facts = (*names, served.dtype, served.quantization, served.has_random_weights)
     digest = hashlib.blake2b(served.block_layout(block_size).digest(), digest_size=_FORM_BYTES)

@@ -54,8 +54,7 @@ def find_reasoning_format(name: str | None, template: str) -> ReasoningFormat | 
 def thought_start(prompt_end: str, form: ReasoningFormat, continued: str = "") -> ThoughtStart:
     """Return what a prompt that ends in this text leaves to the answer.
 
-    `continued`: the last message, where the answer goes on with it.
-    """
+    `continued`: the last message, where the answer goes on with it."""
     end = prompt_end.rstrip()
     if end.endswith(form.begin):
         return ThoughtStart.OPEN

@@ -5,10 +5,14 @@ from functools import partial
 
 from alignedserve.api.backend.interface import CompletionBackend, ReadinessProbe
 from alignedserve.api.metrics.gateway_metrics import GatewayMetrics
-from alignedserve.api.models.adapter_directory import AdapterDirectory
-from alignedserve.api.models.model_card import ModelCard
 from alignedserve.api.models.model_registry import ModelRegistry, RegisteredModel, WaitingLine
-from alignedserve.api.models.model_services import GrammarChecker, ModelServices, RequestLimiter
+from alignedserve.api.models.model_services import (
+    AdapterDirectory,
+    GrammarChecker,
+    ModelCard,
+    ModelServices,
+    RequestLimiter,
+)
 from alignedserve.api.objectives import default_slo_at
 from alignedserve.api.picture_reader import PictureReader
 from alignedserve.api.prefix_hasher import PrefixHasher
@@ -54,8 +58,7 @@ class ApiServices:
     ) -> "ApiServices":
         """Make the objects, without a model. `observing`: None: calls are explained, and not traced.
 
-        `keys`: None: anyone may call.
-        """
+        `keys`: None: anyone may call."""
         observing = observing or Observing()
         exporter = make_exporter(observing, reply_to)
         timelines = make_timelines(observing, exporter)

@@ -38,8 +38,7 @@ class MarkerFinder:
 def overlap_len(text: str, marker: str, at_most: int | None = None) -> int:
     """Return the length of the longest end of `text` that begins `marker` without being all of it.
 
-    `at_most`: which it is known not to exceed; None: nothing is known.
-    """
+    `at_most`: which it is known not to exceed; None: nothing is known."""
     for length in range(min(len(marker) - 1, len(text) if at_most is None else at_most), 0, -1):
         if text.endswith(marker[:length]):
             return length

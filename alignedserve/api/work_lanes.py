@@ -54,10 +54,8 @@ ResultT = TypeVar("ResultT")
 
 
 class WorkLanes:
-    """Two lanes of threads: short work never waits behind long work. A third lane writes reports.
-
-    Work that holds the interpreter's lock for long must come in pieces: the loop waits for each of them.
-    """
+    """Two lanes of threads: short work never waits behind long work. A third lane writes reports. Work that holds the
+    interpreter's lock for long must come in pieces: the loop waits for each of them."""
 
     def __init__(self) -> None:
         self._middle = Lane("middle", num_threads=2)
@@ -68,8 +66,7 @@ class WorkLanes:
         """Return the result of work on this many characters or bytes; short work is done at once, on the loop.
 
         `is_bounded`: False: for what was computed already, or a part of what is sent, which is not thrown away. Raises
-        Overloaded if it is, and what the work raises.
-        """
+        Overloaded if it is, and what the work raises."""
         if length <= SHORT_LEN:
             return work()
         return await (self._middle if length <= LONG_LEN else self._long).run(work, is_bounded=is_bounded)
@@ -93,10 +90,8 @@ class Lane:
         self._lock = Lock()
 
     async def run(self, work: Callable[[], ResultT], *, is_bounded: bool = True) -> ResultT:
-        """Return the result of the work, done on a thread in its turn.
-
-        Raises Overloaded if it is bounded; of best effort ResourceUnavailable.
-        """
+        """Return the result of the work, done on a thread in its turn. Raises Overloaded if it is bounded; of best
+        effort ResourceUnavailable."""
         is_last, client = is_best_effort(), client_of_task()
         if is_bounded:
             future = self._submitted(work, is_last, client)

@@ -19,10 +19,10 @@ from alignedserve.api.errors import (
 from alignedserve.api.models.model_registry import is_usable, usable_model
 from alignedserve.api.models.model_services import ModelServices
 from alignedserve.api.openai.generation import Generation
-from alignedserve.api.openai.generation_request import DEADLINE_HEADER, Arrival, GenerationRequest
 from alignedserve.api.openai.parsing import check_shape
+from alignedserve.api.openai.request_builder import DEADLINE_HEADER, Arrival, GenerationRequest
 from alignedserve.api.openai.response_format import MakeBodyFormatter, collect_body
-from alignedserve.api.responses.background_events import BackgroundFormatter, generate_body
+from alignedserve.api.responses.formatter import BackgroundFormatter, generate_body
 from alignedserve.api.schema import IgnoredFields, Schema
 from alignedserve.api.services import ApiServices
 from alignedserve.api.timelines.timeline import REQUEST_ID_HEADER
@@ -35,7 +35,7 @@ from alignedserve.batches.interfaces import (
     ModelState,
 )
 from alignedserve.batches.records import Endpoint, client_of, take_streamed_response
-from alignedserve.batches.responses.event_log import EventLimits, EventLog
+from alignedserve.batches.responses.response_repository import EventLimits, EventLog
 from alignedserve.core.errors import AlignedServeError, InvalidRequest
 from alignedserve.keys.entry import KeyEntry
 

@@ -15,7 +15,7 @@ from alignedserve.batch_worker.lines import ClusterLineRunner
 from alignedserve.batches.driver import BatchDriver
 from alignedserve.batches.location import BatchLocation, DriverStores, open_driver_stores
 from alignedserve.batches.records import client_of
-from alignedserve.batches.remote.state_server import SharedLimits, StateServer
+from alignedserve.batches.remote.remote_stores import SharedLimits, StateServer
 from alignedserve.batches.stores.namespace_claim import claim_on, folder_id
 from alignedserve.config.sections import GatewayConfig, Observing
 from alignedserve.keys.ring import CurrentKeys

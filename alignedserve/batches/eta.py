@@ -17,8 +17,7 @@ fit, T = 2 400 s.
 
 Only time in which lines may start counts: with hours of 22:00 to 06:00, an hour of work that is quoted at noon ends at
 23:00. Paused batches do not count as ahead, nor do batches of the same owner with a larger priority number. Where a
-batch does not surely fit, the end of the nearest window that would is told.
-"""
+batch does not surely fit, the end of the nearest window that would is told."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,10 +25,9 @@ from typing import NamedTuple
 
 import msgspec
 
-from alignedserve.batches.hours import ALWAYS, Schedule
+from alignedserve.batches.hours import ALWAYS, Schedule, schedule_of
 from alignedserve.batches.line_scheduling import ModelShares
 from alignedserve.batches.records import BatchRecord, Eta, Progress, Risk, StoredRecord
-from alignedserve.batches.schedule import schedule_of
 from alignedserve.core.errors import InvalidRequest
 
 _SLOWER, _FASTER = 0.8, 1.25
@@ -128,8 +126,7 @@ def remaining_work(
 ) -> RemainingWork:
     """Estimate the work that is left, from the batch's own finished lines.
 
-    `shares`: by the model that runs the lines; None: by the model that the lines name.
-    """
+    `shares`: by the model that runs the lines; None: by the model that the lines name."""
     shares = record.model_shares() if shares is None else shares
     num_lines = record.num_lines or record.input_lines
     num_ended = progress.counts.num_ended

@@ -6,16 +6,23 @@
 A window belongs to the day on which it begins; one whose end is not after its start ends on the next day. Where clocks
 are changed, a window begins at the first moment and ends at the first moment at which the clock shows that time or a
 later one. So the night of 22:00 to 06:00 has 7 hours in spring and 9 in autumn.
-"""
 
+When a batch may start lines: from `not_before` on, in its hours, and while its owner has not paused it.
+
+A line that has started goes on. Every decision is made from the wall clock of the moment: where it was set an hour
+forward or back, the batch begins or stops an hour earlier or later, and no line is lost or run twice."""
+
+import math
 import re
 import zoneinfo
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, date, datetime, time, timedelta
 from functools import lru_cache
+from typing import NamedTuple
 
+from alignedserve.batches.records import BatchRecord
 from alignedserve.core.errors import InvalidRequest
 
 MAX_HOURS_LEN = 256
@@ -64,17 +71,14 @@ class Hours:
                 if begin < end and (left_s < end - begin or (left_s == end - begin and left_s > 0.0)):
                     return begin + left_s
                 left_s -= max(0.0, end - begin)
-            at_s = self._last_end(at_s)
+            intervals = self.intervals(at_s)
+            last = _moment(self.zone, local_date(self.zone, at_s).toordinal() - 1 + _LOOK_DAYS, 0)
+            at_s = max(last, intervals[-1][1]) if intervals else last
         return at_s
 
     def intervals(self, now: float) -> tuple[Interval, ...]:
         """Return when it is open from the day before `now` on, for two weeks: in order, none touches another."""
         return _intervals(self, local_date(self.zone, now).toordinal() - 1)
-
-    def _last_end(self, now: float) -> float:
-        intervals = self.intervals(now)
-        last = _midnight(self.zone, local_date(self.zone, now).toordinal() - 1 + _LOOK_DAYS)
-        return max(last, intervals[-1][1]) if intervals else last
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,10 +135,7 @@ def is_zone(name: str) -> bool:
 
 
 def parse_moment(text: str, zone: str) -> float:
-    """Parse a time such as 2026-11-25T22:00, in this zone unless the text has an offset.
-
-    Raises InvalidRequest.
-    """
+    """Parse a time such as 2026-11-25T22:00, in this zone unless the text has an offset. Raises InvalidRequest."""
     try:
         moment = datetime.fromisoformat(text)
     except ValueError:
@@ -202,10 +203,6 @@ def _all_intervals(hours: Hours, first_day: int) -> Iterator[Interval]:
                     yield start, end
 
 
-def _midnight(zone: str, day: int) -> float:
-    return _moment(zone, day, 0)
-
-
 def _moment(zone: str, day: int, minute: int) -> float:
     day, minute = day + minute // _DAY_MINUTES, minute % _DAY_MINUTES
     shown = datetime.combine(date.fromordinal(day), time(minute // 60, minute % 60))
@@ -220,3 +217,88 @@ def _moment(zone: str, day: int, minute: int) -> float:
 def _shown(there: zoneinfo.ZoneInfo, unix_s: float) -> datetime:
     moment = datetime(1970, 1, 1, tzinfo=UTC) + timedelta(seconds=unix_s)
     return moment.astimezone(there).replace(tzinfo=None)
+
+
+_PAUSED = "paused by its owner"
+_HOUR_S, _MINUTE_S = 3600.0, 60.0
+
+
+def schedule_of(record: BatchRecord) -> Schedule:
+    """Return the schedule of a batch. Raises InvalidRequest: its time zone is not known here any more."""
+    if record.hours is None and record.not_before_s is None:
+        return ALWAYS
+    return Schedule(record.not_before_s or 0.0, None if record.hours is None else _hours(record.hours))
+
+
+def may_start(record: BatchRecord, now: float) -> bool:
+    """Return whether a line of the batch may start at this Unix time."""
+    if record.paused_s is not None or now >= record.expires_s:
+        return False
+    try:
+        return schedule_of(record).is_open(now)
+    except InvalidRequest:
+        return False
+
+
+def open_time_left(record: BatchRecord, now: float) -> float:
+    try:
+        return schedule_of(record).open_seconds(now, record.expires_s)
+    except InvalidRequest:
+        return max(0.0, record.expires_s - now)
+
+
+def reason_to_wait(record: BatchRecord, now: float) -> str | None:
+    """Return why no line of the batch starts now, in words for its owner; None: lines may start."""
+    if record.paused_s is not None:
+        return _PAUSED
+    try:
+        schedule = schedule_of(record)
+    except InvalidRequest as error:
+        return str(error)
+    if schedule.is_open(now):
+        return None
+    begins = datetime.fromtimestamp(schedule.after(now, 0.0), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return f"waits for its hours until {begins}" if now >= schedule.not_before_s else f"waits until {begins}"
+
+
+def check_window(schedule: Schedule, created_s: float, expires_s: float) -> None:
+    """Raise InvalidRequest for a completion window in which no line may start; it names the shortest that will do."""
+    if schedule.open_seconds(created_s, expires_s) > 0.0:
+        return
+    shortest = window_text(schedule.after(created_s, 0.0) + _MINUTE_S - created_s)
+    raise InvalidRequest(
+        f"No line may start within completion_window: not_before and hours begin later. The shortest is {shortest}.",
+        param="completion_window",
+        code="invalid_value",
+    )
+
+
+def window_text(seconds: float) -> str:
+    """Return a completion window that has at least this many seconds: in minutes up to two hours, else in hours."""
+    if seconds <= 2 * _HOUR_S:
+        return f"{max(1, math.ceil(seconds / _MINUTE_S))}m"
+    return f"{math.ceil(seconds / _HOUR_S)}h"
+
+
+class Turn(NamedTuple):
+    """What decides on the order among batches of one owner."""
+
+    position: int
+    owner: str
+    priority: int
+
+
+def by_priority(order: Sequence[Turn]) -> list[int]:
+    """Return the positions with the batches of each owner by priority, smaller first, in the places that it has. Owners
+    keep their places among each other. Example: A's batches a (priority 0) and b (-5), and B's c, in the order a, c, b:
+    b, c, a."""
+    by_owner: dict[str, list[Turn]] = {}
+    for turn in order:
+        by_owner.setdefault(turn.owner, []).append(turn)
+    sorted_own = {owner: iter(sorted(turns, key=lambda turn: turn.priority)) for owner, turns in by_owner.items()}
+    return [next(sorted_own[turn.owner]).position for turn in order]
+
+
+@lru_cache(maxsize=1024)
+def _hours(text: str) -> Hours:
+    return parse_hours(text)

@@ -1,8 +1,10 @@
-"""Lines of an input file: splitting its bytes, validating each line, indexing for random access."""
+"""Lines of an input file: splitting its bytes, validating each line, indexing for random access.
+
+The input file of one batch: validated from beginning to end, then read line by line while lines run."""
 
 import re
 from array import array
-from collections.abc import Container, Sequence
+from collections.abc import AsyncIterator, Container, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any, NamedTuple
@@ -11,7 +13,11 @@ import numpy as np
 import orjson
 import xxhash
 
-from alignedserve.batches.records import Endpoint, LineProblem
+from alignedserve.batches.interfaces import BlobReader, BlobStore
+from alignedserve.batches.logic import Validated, ValidationFailed
+from alignedserve.batches.records import BatchRecord, Endpoint, LineProblem, is_client
+from alignedserve.config.sections import BatchesConfig
+from alignedserve.core.errors import StorageDamaged, StorageError
 
 _LENGTHS = (256, 1024, 4096, 16384)  # bytes from the member on that holds the prompt
 _PROMPTS = (b'"messages"', b'"prompt"', b'"input"')
@@ -212,7 +218,9 @@ class InputValidator:
         try:
             parsed = orjson.loads(line.text)
         except orjson.JSONDecodeError:
-            return _not_json(line)
+            if not _is_utf8(line.text):
+                return _problem("invalid_json_line", "This line is not text in UTF-8.", None, line.number)
+            return _problem("invalid_json_line", "This line is not parseable as valid JSON.", None, line.number)
         if not isinstance(parsed, dict):
             return _problem("invalid_json_line", "This line is not a JSON object.", None, line.number)
         return self._problem_of_id(parsed, line.number) or self._problem_of_call(parsed, line.number)
@@ -268,12 +276,6 @@ def _problem_of_file(line: RawLine) -> LineProblem | None:
     return None
 
 
-def _not_json(line: RawLine) -> LineProblem:
-    if not _is_utf8(line.text):
-        return _problem("invalid_json_line", "This line is not text in UTF-8.", None, line.number)
-    return _problem("invalid_json_line", "This line is not parseable as valid JSON.", None, line.number)
-
-
 def _is_utf8(text: bytes) -> bool:
     try:
         text.decode()
@@ -284,3 +286,90 @@ def _is_utf8(text: bytes) -> bool:
 
 def _problem(code: str, message: str, param: str | None, number: int) -> LineProblem:
     return LineProblem(code=code, message=message, param=param, line=number)
+
+
+class _AnyModel:
+    def __contains__(self, name: object) -> bool:
+        return True
+
+
+class InputFile:
+    """Lines of one batch. Await `scan` first, then `open`; only then can lines be read."""
+
+    def __init__(self, record: BatchRecord, blobs: BlobStore, config: BatchesConfig, models: Container[str]) -> None:
+        self._record = record
+        self._blobs = blobs
+        # Limits hold for files that are validated: since this one was, they may have been lowered.
+        self._max_line_bytes = max(config.max_line_bytes, record.input_bytes if record.num_lines else 0)
+        # Other APIs than Files looked for each line's model when they made the batch, and know no errors of a whole
+        # file: a model that is gone since fails its lines, each with a result.
+        self._validator = InputValidator(
+            record.endpoint, models if is_client(record.owner) else _AnyModel(), config.max_lines
+        )
+        self._reader: BlobReader | None = None
+
+    async def scan(self) -> AsyncIterator[int]:
+        """Read the file; yield the number of lines so far after each chunk. A batch that was validated before is only
+        indexed: the served models may have changed since."""
+        splitter = LineSplitter(self._max_line_bytes)
+        add = self._validator.index.add if self._record.num_lines else self._validator.check
+        try:
+            async for chunk in self._blobs.chunks(self._record.input_file_id):
+                for line in splitter.push(chunk):
+                    add(line)
+                yield len(self._validator.index)
+                if self._validator.is_full:
+                    return
+            for line in splitter.finish():
+                add(line)
+        except LineTooLong as error:
+            self._validator.problems.append(too_long(error.number, self._max_line_bytes))
+        except StorageDamaged as error:
+            self._validator.problems.append(LineProblem(code="file_unreadable", message=str(error)))
+
+    def validation(self) -> Validated | ValidationFailed:
+        problems = self._validator.finish()
+        if problems:
+            return ValidationFailed(problems)
+        num_lines, by_model = len(self._validator.index), self._validator.lines_by_model
+        if len(by_model) == 1:
+            return Validated(num_lines, next(iter(by_model)))
+        return Validated(num_lines, None, by_model)
+
+    async def open(self) -> None:
+        """Open the file for reading single lines. Raises StorageDamaged, also where it has lost lines, or gained some,
+        since it was validated: then those that are there can be read."""
+        self._reader = await self._blobs.open(self._record.input_file_id)
+        if self._record.num_lines not in (0, len(self._validator.index)):
+            raise StorageDamaged("the input file has changed since it was validated")
+
+    def line(self, line: int) -> ParsedLine:
+        if self._reader is None:
+            raise StorageDamaged("the input file cannot be read")
+        return parse_line(self._reader.read_at(*self._validator.index.span(line)))
+
+    def custom_id(self, line: int) -> str:
+        """Return a line's custom_id; where the file is damaged since it was validated, what tells which line it was."""
+        try:
+            return self.line(line).custom_id
+        except (StorageError, ValueError, LookupError, TypeError):
+            return f"unreadable line {line + 1}"
+
+    def model(self, line: int) -> str:
+        """Return the model that a line names; where the file is damaged since it was validated, none."""
+        try:
+            return str(self.line(line).body.get("model", ""))
+        except (StorageError, ValueError, LookupError, TypeError):
+            return ""
+
+    def order(self) -> Sequence[int]:
+        """Return the lines in the order in which they should run (input_lines.py)."""
+        return self._validator.index.beginnings.order()
+
+    def line_bytes(self, line: int) -> int:
+        return self._validator.index.span(line)[1]
+
+    def close(self) -> None:
+        reader, self._reader = self._reader, None
+        if reader is not None:
+            reader.close()

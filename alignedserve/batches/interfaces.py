@@ -20,10 +20,8 @@ class Page:
 
 
 class RecordStore(Protocol):
-    """Small values by key, and ordered lists of names. Every method raises StoreUnavailable when it cannot answer.
-
-    Keys and members are generated here and never contain client input.
-    """
+    """Small values by key, and ordered lists of names. Every method raises StoreUnavailable when it cannot answer. Keys
+    and members are generated here and never contain client input."""
 
     async def read(self, keys: Sequence[str]) -> list[bytes | None]:
         """Return the values in order, all as of one moment; None for a missing key."""

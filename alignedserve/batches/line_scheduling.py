@@ -12,8 +12,7 @@ whichever APIs its batches come by.
 Line deadlines spread the remaining lines over the window, so that a batch asks for a steady share of the cluster
 instead of nothing at first and everything at the end: the k-th of n lines in flight gets `k / n_left` of the time left,
 but at least four times the mean duration of its model's lines. Example: 24 h left, 50 000 lines: the 64th in flight has
-110 s.
-"""
+110 s."""
 
 import heapq
 from collections import Counter
@@ -82,8 +81,7 @@ def owner_turns(
     """Start lines one by one, each of the owner with the fewest in flight by its weight; yield the owner of each.
 
     `num_in_flight`: of owners that may have lines to start; ties go in their order. `start`: of this owner; False: it
-    can start none, and is not asked again.
-    """
+    can start none, and is not asked again."""
     turns = [
         (count / weight_of(owner), index, count, owner) for index, (owner, count) in enumerate(num_in_flight.items())
     ]
@@ -104,8 +102,7 @@ def client_turns(
     """Start lines one by one as `owner_turns` does, where one client may be several owners (records.py): they share the
     turns of one, each with as many lines as the others.
 
-    `owners`: that may have lines to start. `num_in_flight`: of all owners.
-    """
+    `owners`: that may have lines to start. `num_in_flight`: of all owners."""
     of_client: dict[str, list[str]] = {}
     for owner in owners:
         of_client.setdefault(client_of(owner), []).append(owner)

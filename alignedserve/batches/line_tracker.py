@@ -87,11 +87,9 @@ class LineTracker:
 
     def retry(self, line: int, now: float) -> bool:
         """Count a failed attempt. True: the line is due again after a pause that doubles each time; False: no attempt
-        is left, and the line stays leased until its record is written.
-
-        Lines that failed together get pauses of different lengths, up to twice as long: one that breaks its worker
-        each time would otherwise take the same others along until no attempt is left to them.
-        """
+        is left, and the line stays leased until its record is written. Lines that failed together get pauses of
+        different lengths, up to twice as long: one that breaks its worker each time would otherwise take the same
+        others along until no attempt is left to them."""
         num_attempts = self._num_attempts[line] = self._num_attempts.get(line, 0) + 1
         if num_attempts >= self._max_attempts:
             return False

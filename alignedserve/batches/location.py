@@ -8,7 +8,7 @@ from alignedserve.batches.log.disk_log import DiskLogs
 from alignedserve.batches.remote.remote_stores import RemoteBlobs, RemoteLogs, RemoteRecords
 from alignedserve.batches.remote.state_client import StateClient
 from alignedserve.batches.repository import BatchRepository
-from alignedserve.batches.responses.event_log import ResponseStores, response_stores
+from alignedserve.batches.responses.response_repository import ResponseStores, response_stores
 from alignedserve.batches.stores.disk_blobs import DiskBlobs
 from alignedserve.batches.stores.object_location import ObjectStoreLocation
 from alignedserve.batches.stores.redis_location import RedisLocation
@@ -101,8 +101,7 @@ def _objects(location: BatchLocation) -> BlobStore | None:
 def stores_in(folder: Path, records: RecordStore, blobs: BlobStore | None = None) -> DriverStores:
     """Open stores in a folder, over any record store. Raises StorageError where the folder cannot be used.
 
-    `blobs`: where contents are; None: in the folder.
-    """
+    `blobs`: where contents are; None: in the folder."""
     logs = DiskLogs(folder / "results")
     blobs = blobs or DiskBlobs(folder / "files")
     responses = response_stores(records)

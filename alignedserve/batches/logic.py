@@ -6,8 +6,7 @@
 4. completed, or expired.
 A client may pause a batch that is not over: no line starts until it is resumed, and its window goes on.
 A client's cancel leads through cancelling, while the missing records are being written, to cancelled.
-An event that has no meaning in the present state changes nothing. Every change is a step of the table.
-"""
+An event that has no meaning in the present state changes nothing. Every change is a step of the table."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -79,7 +78,12 @@ def advance(record: BatchRecord, event: BatchEvent, now: float) -> BatchRecord:
     """Return the record after an event; the same object if the event changes nothing."""
     match event:
         case Validated():
-            return _validated(record, event, now)
+            known = {"num_lines": event.num_lines, "model": event.model, "lines_by_model": dict(event.lines_by_model)}
+            if record.status is S.VALIDATING:
+                return _step(record, S.IN_PROGRESS, **known, in_progress_s=now)
+            if record.status in (S.CANCELLING, S.FINALIZING) and not record.num_lines:
+                return msgspec.structs.replace(record, **known)
+            return record
         case ValidationFailed(problems) if record.status is S.VALIDATING:
             return _step(record, S.FAILED, problems=problems, failed_s=now)
         case ValidationFailed(problems) if record.status in (S.CANCELLING, S.FINALIZING) and not record.num_lines:
@@ -94,15 +98,6 @@ def advance(record: BatchRecord, event: BatchEvent, now: float) -> BatchRecord:
             return _step(record, S.FINALIZING, finalizing_s=now, is_expiring=True)
         case AllLinesRecorded():
             return _finish(record, now)
-    return record
-
-
-def _validated(record: BatchRecord, event: Validated, now: float) -> BatchRecord:
-    known = {"num_lines": event.num_lines, "model": event.model, "lines_by_model": dict(event.lines_by_model)}
-    if record.status is S.VALIDATING:
-        return _step(record, S.IN_PROGRESS, **known, in_progress_s=now)
-    if record.status in (S.CANCELLING, S.FINALIZING) and not record.num_lines:
-        return msgspec.structs.replace(record, **known)
     return record
 
 

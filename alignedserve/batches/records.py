@@ -295,8 +295,6 @@ def is_client(owner: str) -> bool:
 
 
 def take_streamed_response(body: dict[str, Any], owner: str) -> dict[str, Any] | None:
-    """Take from a line's body the response as it was queued; None where no events are to be written.
-
-    Only lines that a gateway makes have it: in those of clients, whose owners are others, it is an unknown field.
-    """
+    """Take from a line's body the response as it was queued; None where no events are to be written. Only lines that a
+    gateway makes have it: in those of clients, whose owners are others, it is an unknown field."""
     return body.pop(STREAMED_RESPONSE, None) if owner.endswith(f"/{BACKGROUND}") else None

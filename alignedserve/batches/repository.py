@@ -10,8 +10,7 @@
 | `stock/<owner>` | StorageUsage | gateways |
 | `capacity/models`, `harvest` | StoredThroughputs, BatchTotals | the driver |
 Indexes: `files/<owner>`, `batches/<owner>`, `active` and `over` (batches, by creation and by end), `expiring` (files,
-by time).
-"""
+by time)."""
 
 import contextlib
 import hashlib
@@ -148,7 +147,8 @@ class BatchRepository:
         page = await self._store.page(f"files/{owner}", after=after, limit=limit, newest_first=newest_first)
         if page is None:
             return None
-        return FilePage(page.members, await self._read_files(page.members), page.has_more)
+        values = await self._store.read([f"file/{file_id}" for file_id in page.members])
+        return FilePage(page.members, ([decode(raw, FileRecord) for raw in values if raw is not None]), page.has_more)
 
     async def deleted(self, owner: str, text: str) -> DeletedFile | None:
         """Return where a file or batch of this owner was that was deleted within the last hour."""
@@ -190,8 +190,7 @@ class BatchRepository:
         """Add a new batch and count the use of its file.
 
         `last_created`: as it was before the client's batches were counted. Returns False where another has been added
-        since, the file has changed, or the key was used before.
-        """
+        since, the file has changed, or the key was used before."""
         record = snapshot.record
         created_key = _created_key(client_of(record.owner))
         file_key = f"file/{source.file_id}"
@@ -296,10 +295,8 @@ class BatchRepository:
         raise StoreUnavailable("Too many changes to one batch at once.")
 
     async def save_progress(self, batch_id: BatchKey, progress: Progress, files: Sequence[FileRecord] = ()) -> None:
-        """Store the progress of a batch; one call at a time. `files`: result files that are not empty any more.
-
-        An earlier call that was given up, and which the store does late, never takes the place of this one's.
-        """
+        """Store the progress of a batch; one call at a time. `files`: result files that are not empty any more. An
+        earlier call that was given up, and which the store does late, never takes the place of this one's."""
         key = f"progress/{batch_id}"
         value = SetValue(key, encode(progress))
         changes = [value, *(change for record in files for change in _file_changes(record))]
@@ -368,10 +365,6 @@ class BatchRepository:
         except StorageDamaged as error:
             self._log_once(str(error))
             return None
-
-    async def _read_files(self, file_ids: Sequence[str]) -> list[FileRecord]:
-        values = await self._store.read([f"file/{file_id}" for file_id in file_ids])
-        return [decode(raw, FileRecord) for raw in values if raw is not None]
 
     async def _first(self, index: str, limit: int) -> tuple[str, ...]:
         page = await self._store.page(index, after=None, limit=limit, newest_first=False)

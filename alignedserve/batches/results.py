@@ -5,8 +5,7 @@ import asyncio
 import orjson
 
 from alignedserve.batches.interfaces import LineResponse
-from alignedserve.batches.log.disk_log import DiskLog
-from alignedserve.batches.log.log_format import LineOutcome, LogTotals, ResultRecord
+from alignedserve.batches.log.disk_log import DiskLog, LineOutcome, LogTotals, ResultRecord
 from alignedserve.batches.records import BatchKey, BatchRecord, FileRecord, Progress, ResultKind, ResultView
 from alignedserve.core.errors import StorageError
 
@@ -58,12 +57,7 @@ def _error_record(
 
 
 def _payload(batch_id: BatchKey, line: int, custom_id: str, response: object, error: object) -> bytes:
-    result = {
-        "id": line_id(batch_id, line),
-        "custom_id": custom_id,
-        "response": response,
-        "error": error,
-    }
+    result = {"id": line_id(batch_id, line), "custom_id": custom_id, "response": response, "error": error}
     return orjson.dumps(result)
 
 

@@ -7,36 +7,183 @@
 5. The repository stores the final progress, the result files and the final status.
 
 Everything in memory follows from the input file and the result log, so another driver can resume after a crash.
-"""
+
+Lines of one batch in the cluster: each runs as a task, is retried when it fails, and ends with a result record."""
 
 import asyncio
 import contextlib
 import logging
+import secrets
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Container, Iterable, Sequence
+from dataclasses import dataclass, field
+from http import HTTPStatus
 from itertools import islice
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import msgspec
 
 from alignedserve.batches import results
 from alignedserve.batches.eta import RemainingWork, Throughputs, remaining_work
-from alignedserve.batches.input_file import InputFile
-from alignedserve.batches.line_executor import LineExecutor, RunContext
-from alignedserve.batches.line_scheduling import ReadyBatch
+from alignedserve.batches.hours import may_start, open_time_left
+from alignedserve.batches.input_lines import InputFile
+from alignedserve.batches.interfaces import LineFailed, LineRejected, LineRequest, LineRunner
+from alignedserve.batches.line_scheduling import LineDurations, ReadyBatch, line_deadline_s
 from alignedserve.batches.line_tracker import LineTracker
-from alignedserve.batches.log.disk_log import DiskLog, RecoveredLog
-from alignedserve.batches.log.log_format import ResultRecord
+from alignedserve.batches.location import DriverStores
+from alignedserve.batches.log.disk_log import DiskLog, RecoveredLog, ResultRecord
 from alignedserve.batches.logic import STEPS, AllLinesRecorded, BatchEvent, WindowExpired, advance
 from alignedserve.batches.records import BatchRecord, BatchStatus, Eta, Progress, ResultKind, client_of
 from alignedserve.batches.repository import BatchSnapshot
 from alignedserve.batches.results import ResultWriter
-from alignedserve.batches.schedule import may_start, open_time_left
+from alignedserve.config.sections import BatchesConfig
 from alignedserve.core.errors import StorageDamaged, StorageError, StoreUnavailable
 from alignedserve.keys.ring import KeyRing
 from alignedserve.usage.records import BATCH, SEVERAL_MODELS, UsageCounts, UsageSubject
 
 logger = logging.getLogger(__name__)
+
+_MAX_PARKED_BYTES = 1 << 20  # of lines at a time whose models are paused: each is read
+_LINE_BYTES = 4096  # what that costs beside the bytes of a line
+_SERVER_ERROR = "The server had an error while processing the request."
+
+
+class RunListener(Protocol):
+    """Receives the events of batch runs on which the driver acts at once."""
+
+    def on_progress(self) -> None:
+        """Note that a line has ended, results are pending, or lines can be started."""
+
+    def on_rejection(self, model: str, retry_after_s: float) -> None:
+        """Note that this model has rejected a line, and is to be asked again after this long."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunContext:
+    """Stores, line runner and limits of all runs, their shared state, and the driver that listens to them."""
+
+    stores: DriverStores
+    runner: LineRunner
+    config: BatchesConfig
+    models: Container[str]  # served here
+    line_durations: LineDurations
+    listener: RunListener
+    num_answered: Counter[str] = field(default_factory=Counter)  # lines, by the model that ran them
+
+
+class LineExecutor:
+    """Starts lines on request and passes their records to the writer."""
+
+    def __init__(
+        self,
+        record: BatchRecord,
+        context: RunContext,
+        *,
+        input_file: InputFile,
+        tracker: LineTracker,
+        writer: ResultWriter,
+    ) -> None:
+        self.tracker = tracker
+        self.writer = writer
+        self._record = record  # only what never changes
+        self._context = context
+        self._input_file = input_file
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._models: dict[int, str] = {}  # that run them
+
+    @property
+    def num_running(self) -> int:
+        return len(self._tasks)
+
+    def num_running_of(self, models: Container[str]) -> int:
+        return sum(model in models for model in self._models.values())
+
+    def start_line(self, now: float, paused: Collection[str] = ()) -> bool:
+        """Start the next line; False: none is due. `paused`: models whose lines wait, and hold up no others."""
+        line = self._lease(now, paused)
+        if line is None:
+            return False
+        task = self._tasks[line] = asyncio.create_task(self._run_line(line))
+        task.add_done_callback(lambda task: self._on_line_ended(line, task))
+        return True
+
+    def model_of(self, line: int) -> str:
+        return self._context.runner.model_of(self._record.model or self._input_file.model(line))
+
+    def _lease(self, now: float, paused: Collection[str]) -> int | None:
+        num_bytes = 0
+        while num_bytes < _MAX_PARKED_BYTES:
+            line = self.tracker.lease(now, paused)
+            if line is None or not paused or (model := self.model_of(line)) not in paused:
+                return line
+            self.tracker.park(line, model)
+            num_bytes += _LINE_BYTES + self._input_file.line_bytes(line)
+        return None
+
+    async def write_results(self) -> list[ResultRecord]:
+        """Write and return every pending record; lines with a terminal one are done. Raises StorageError."""
+        records = await self.writer.write()
+        for record in records:
+            if record.outcome.is_terminal:
+                self.tracker.settle(record.line)
+        return records
+
+    def cancel(self) -> list[asyncio.Task[None]]:
+        """Cancel every line in the cluster; return the tasks that are about to end."""
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        return tasks
+
+    async def _run_line(self, line: int) -> None:
+        started_s, batch_id = time.monotonic(), self._record.batch_id
+        request_id = f"{batch_id.removeprefix('batch_')}{line:06x}-{secrets.token_hex(6)}"
+        custom_id, body = self._input_file.line(line)
+        model = self._models[line] = self._context.runner.model_of(str(body.get("model", "")))
+        request = LineRequest(
+            self._record.endpoint,
+            request_id,
+            body,
+            self._record.owner,
+            self._deadline_s(model),
+            results.line_id(batch_id, line),
+        )
+        try:
+            response = await self._context.runner.run(request)
+        except LineRejected as rejection:
+            self.tracker.reject(line, time.monotonic(), rejection.retry_after_s)
+            self._context.listener.on_rejection(model, rejection.retry_after_s)
+        except LineFailed as failure:
+            self._retry_or_fail(line, str(failure))
+        else:
+            self._context.line_durations.add(model, time.monotonic() - started_s)
+            self._context.num_answered[model] += response.status_code == HTTPStatus.OK  # others may be of our own
+            self.writer.add(results.response_record(batch_id, line, custom_id, request_id, response))
+
+    def _on_line_ended(self, line: int, task: asyncio.Task[None]) -> None:
+        self._tasks.pop(line, None)
+        self._models.pop(line, None)
+        if task.cancelled():
+            return
+        error = task.exception()
+        if error is not None:
+            logger.error("%s, line %d: internal error", self._record.batch_id, line, exc_info=error)
+            self._retry_or_fail(line, _SERVER_ERROR)
+        self._context.listener.on_progress()
+
+    def _retry_or_fail(self, line: int, reason: str) -> None:
+        if self.tracker.retry(line, time.monotonic()):
+            self.writer.add(results.retry_record(line))
+        else:
+            custom_id = self._input_file.custom_id(line)
+            self.writer.add(results.failed_record(self._record.batch_id, line, custom_id, reason))
+
+    def _deadline_s(self, model: str) -> float:
+        time_left_s = open_time_left(self._record, time.time())
+        mean_s = self._context.line_durations.mean_s(model)
+        return line_deadline_s(time_left_s, self.tracker.num_leased, self.tracker.num_left, mean_s)
+
 
 _STORE_RETRY_S = 0.5
 _POLL_S = 0.25
@@ -76,10 +223,8 @@ class BatchRun:
     # --- called by the driver
 
     def update(self, record: BatchRecord) -> None:
-        """Take over the stored record: a client may have cancelled, paused or resumed the batch.
-
-        One that was read before this run's own last change, and comes late, is left.
-        """
+        """Take over the stored record: a client may have cancelled, paused or resumed the batch. One that was read
+        before this run's own last change, and comes late, is left."""
         if record.status in STEPS[self.record.status]:
             self.record = record
             self._changed.set()
@@ -194,11 +339,7 @@ class BatchRun:
         model = self.record.model or (SEVERAL_MODELS if self.record.num_lines else "")
         usage = progress.usage
         counts = UsageCounts(
-            progress.counts.completed,
-            usage.input_tokens,
-            usage.cached_tokens,
-            usage.output_tokens,
-            usage.compute_us,
+            progress.counts.completed, usage.input_tokens, usage.cached_tokens, usage.output_tokens, usage.compute_us
         )
         if counts != self._counted:
             subject = UsageSubject(owner, model, BATCH)
@@ -214,7 +355,10 @@ class BatchRun:
     # --- from beginning to end
 
     async def run(self) -> None:
-        await self._scan_input()
+        async for num_lines in self._input_file.scan():
+            if self.record.status is BatchStatus.VALIDATING:
+                self.progress = msgspec.structs.replace(self.progress, num_validated=num_lines)
+                self._is_dirty = True
         self.set_paused(None)
         if self.record.status is BatchStatus.VALIDATING or (
             self.record.status in _ENDING and not self.record.num_lines
@@ -222,22 +366,22 @@ class BatchRun:
             await self._advance(self._input_file.validation())
         if not self.record.is_over and self.record.num_lines:
             lines = await self._open_lines()
-            await self._run_lines(lines)
-            await self._end_lines(lines)
+            while not lines.tracker.is_done and self.record.status is BatchStatus.IN_PROGRESS:
+                if not await self._expires():
+                    await self._wait_for_change()
+            await asyncio.gather(*lines.cancel(), return_exceptions=True)
+            missing = lines.tracker.unsettled()  # evaluated lazily, once nothing else is being written
+            while not lines.tracker.is_done:
+                if lines.writer.is_idle:
+                    lines.writer.add(*await asyncio.to_thread(self._missing_records, islice(missing, _ENDING_LINES)))
+                    self._context.listener.on_progress()
+                await self._wait_for_change()
         if not self.record.is_over:
             await self.persist(self._finish)
 
-    async def _scan_input(self) -> None:
-        async for num_lines in self._input_file.scan():
-            if self.record.status is BatchStatus.VALIDATING:
-                self.progress = msgspec.structs.replace(self.progress, num_validated=num_lines)
-                self._is_dirty = True
-
     async def _open_input(self) -> Sequence[int] | None:
         """Open the input file; return the order of its lines. None: it is damaged, and no line is to run any more.
-
-        Raises StorageDamaged while lines would run: the batch waits for its file until it is cancelled or expires.
-        """
+        Raises StorageDamaged while lines would run: the batch waits for its file until it is cancelled or expires."""
         try:
             await self._input_file.open()
         except StorageDamaged:
@@ -272,28 +416,12 @@ class BatchRun:
                 self.set_paused(str(error))
                 await asyncio.sleep(_STORE_RETRY_S)
 
-    async def _run_lines(self, lines: LineExecutor) -> None:
-        while not lines.tracker.is_done and self.record.status is BatchStatus.IN_PROGRESS:
-            if not await self._expires():
-                await self._wait_for_change()
-
     async def _expires(self) -> bool:
-        """Return True if the window is over; the batch is expiring from then on, unless it was cancelled.
-
-        False where the clock was set back meanwhile.
-        """
+        """Return True if the window is over; the batch is expiring from then on, unless it was cancelled. False where
+        the clock was set back meanwhile."""
         if time.time() >= self.record.expires_s:
             await self._advance(WindowExpired())
         return self.record.is_ending
-
-    async def _end_lines(self, lines: LineExecutor) -> None:
-        await asyncio.gather(*lines.cancel(), return_exceptions=True)
-        missing = lines.tracker.unsettled()  # evaluated lazily, once nothing else is being written
-        while not lines.tracker.is_done:
-            if lines.writer.is_idle:
-                lines.writer.add(*await asyncio.to_thread(self._missing_records, islice(missing, _ENDING_LINES)))
-                self._context.listener.on_progress()
-            await self._wait_for_change()
 
     def _missing_records(self, lines: Iterable[int]) -> list[ResultRecord]:
         make = results.expired_record if self.record.is_expiring else results.cancelled_record

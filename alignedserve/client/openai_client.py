@@ -5,8 +5,7 @@ aiohttp and not httpx, because of what a token costs the client: 41 against 93 m
 
 When does a token count as arrived? When the chunk that shows it was read from the socket. How many tokens a chunk
 holds is told by its logprobs, or by a `usage` object that comes with every chunk; else a chunk with text is one token.
-The `usage` at the end, where the server sends one, overrules the sum for throughput and TPOT, never for the times.
-"""
+The `usage` at the end, where the server sends one, overrules the sum for throughput and TPOT, never for the times."""
 
 import asyncio
 import enum

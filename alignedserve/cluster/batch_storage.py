@@ -11,7 +11,7 @@ from alignedserve.batches.records import RECORDS_VERSION
 from alignedserve.batches.stores.namespace_claim import folder_id
 from alignedserve.batches.stores.object_location import ObjectStoreLocation
 from alignedserve.batches.stores.redis_location import RedisLocation
-from alignedserve.batches.stores.sqlite_file import begin_file, check_file
+from alignedserve.batches.stores.sqlite_records import begin_file, check_file
 from alignedserve.cluster.run_folder import require_closed
 from alignedserve.config.environment import (
     REDIS_URL_VARIABLE,

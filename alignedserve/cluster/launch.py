@@ -72,7 +72,7 @@ from alignedserve.process.tls import CertificateAuthority
 from alignedserve.runtime.device.devices import AUTO, CPU, gpu_names
 from alignedserve.runtime.device_check.choice import DeviceChoice, choose_device, with_device
 from alignedserve.runtime.kv.arena_files import ARENA_PREFIX, arena_folder, remove_stale_arenas
-from alignedserve.runtime.lora.adapter_folders import with_adapters
+from alignedserve.runtime.lora.loaded_adapters import with_adapters
 from alignedserve.runtime.model.hub.local_models import with_local_model
 from alignedserve.runtime.model.named_models import model_path
 from alignedserve.scheduling.factory import require_effect, resolve_policy

@@ -16,7 +16,7 @@ from alignedserve.api.errors import Forbidden, NotFound, ResourceUnavailable
 from alignedserve.api.models.model_registry import usable_model, usable_name
 from alignedserve.api.models.model_services import BEST_EFFORT_RETRY_S, ModelServices
 from alignedserve.api.openai.generation import Generation
-from alignedserve.api.openai.generation_request import Arrival, class_of
+from alignedserve.api.openai.request_builder import Arrival, class_of
 from alignedserve.api.schema import IgnoredFields
 from alignedserve.api.timelines.timeline import plain_request_id
 from alignedserve.api.work_lanes import note_class

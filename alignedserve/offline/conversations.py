@@ -9,11 +9,11 @@ from datetime import datetime
 from typing import Any, TypedDict
 
 from alignedserve.api.endpoints import CHAT
-from alignedserve.api.models.model_card import ModelCard
-from alignedserve.api.openai.chat_prompt import chat_prompt, note_effort
+from alignedserve.api.models.model_services import ModelCard
 from alignedserve.api.openai.choice_decoder import ChoiceDecoder
 from alignedserve.api.openai.output_parser import OutputFormat
 from alignedserve.api.openai.parsing import check_shape
+from alignedserve.api.openai.prompt_encoding import chat_prompt, note_effort
 from alignedserve.api.openai.request_builder import PreparedChat, prepare_chat
 from alignedserve.api.openai.translation import chat_spec, conversation_of_chat
 from alignedserve.api.schema import IgnoredFields

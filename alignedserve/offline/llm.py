@@ -20,7 +20,7 @@ from msgspec import structs
 
 from alignedserve.api.embeddings.response_format import Vectors
 from alignedserve.api.errors import named
-from alignedserve.api.models.model_card import ModelCard
+from alignedserve.api.models.model_services import ModelCard
 from alignedserve.api.openai.output_parser import OutputFormat
 from alignedserve.api.openai.request_builder import PreparedChat, choice_seed
 from alignedserve.config.sections import (

@@ -12,7 +12,7 @@ from alignedserve.config.sections import LoraConfig
 from alignedserve.core import request
 from alignedserve.core.errors import InvalidRequest
 from alignedserve.core.request import LoraAdapter
-from alignedserve.runtime.lora.adapter_folders import find_adapter
+from alignedserve.runtime.lora.loaded_adapters import find_adapter
 from alignedserve.runtime.model.served_model import ServedModel
 
 

@@ -16,7 +16,7 @@ from alignedserve.core.request import SamplingParams
 from alignedserve.runtime.device.cores import has_native_bfloat16
 from alignedserve.runtime.engine.engine import Engine, NewSequence, StepSlice
 from alignedserve.runtime.engine.engine_options import EngineOptions
-from alignedserve.runtime.engine.model_loading import load_decoder
+from alignedserve.runtime.engine.worker_engine import load_decoder
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.model.served_model import load_tokenizer, resolve_model
 

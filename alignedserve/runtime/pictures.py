@@ -5,8 +5,7 @@ picture of R rows and C columns has one place in time; its tokens count rows and
 stands max(R, C) places later.
 
 Example: two words, a picture of 2 rows and 3 columns, a word: times 0 1 2 2 2 2 2 2 5, rows 0 1 2 2 2 3 3 3 5, columns
-0 1 2 3 4 2 3 4 5.
-"""
+0 1 2 3 4 2 3 4 5."""
 
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
@@ -106,8 +105,7 @@ def rope_places(prompt_len: int, pictures: Sequence[Picture]) -> RopePlaces | No
 def places_of_rows(positions: IntArray, slices: Sequence[tuple[int, int, RopePlaces | None]]) -> Tensor:
     """Return the places [tokens, axes] of token rows at these positions.
 
-    `slices`: the first token row, the number and the places of each slice whose sequence has its own.
-    """
+    `slices`: the first token row, the number and the places of each slice whose sequence has its own."""
     places = np.repeat(positions[:, None], NUM_AXES, axis=1)
     for first, count, of_sequence in slices:
         assert of_sequence is not None, "a sequence without places"

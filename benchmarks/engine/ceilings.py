@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from alignedserve.runtime.model.weights.decoder_weights import DecoderWeights, LayerWeights
+from alignedserve.runtime.model.weights.weight_loader import DecoderWeights, LayerWeights
 from kernels.addends import Addends
 from kernels.cpu.decode_pass import NativeParts, NativeProduct
 from kernels.feed_forward import FeedForwardPart

@@ -34,15 +34,13 @@ from alignedserve.messages.workers import PrefillRequest
 from alignedserve.process.heap import settle_heap
 from alignedserve.runtime.attention.triton_backend import GpuPlanner
 from alignedserve.runtime.engine import engine as engine_module
-from alignedserve.runtime.engine.device_turns import DeviceTurns
 from alignedserve.runtime.engine.engine import Engine
 from alignedserve.runtime.engine.engine_options import EngineOptions, OwnBlocks
-from alignedserve.runtime.engine.model_executor import ModelExecutor
+from alignedserve.runtime.engine.model_executor import DeviceTurns, ModelExecutor, UrgentIterations
 from alignedserve.runtime.engine.sampling import sampler
-from alignedserve.runtime.engine.urgent_iterations import UrgentIterations
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.model.decoder.model_config import ModelConfig
-from alignedserve.runtime.model.hf_config import parse_model_config
+from alignedserve.runtime.model.model_files import parse_model_config
 from alignedserve.scheduling.picture_turns import TurnLengths
 from benchmarks.measuring.arguments import parser_of
 from benchmarks.measuring.recording import write_result

@@ -26,9 +26,9 @@ from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.model.decoder.model_config import ModelConfig
 from alignedserve.runtime.model.model_files import weights_in_files
 from alignedserve.runtime.model.named_models import model_path
-from alignedserve.runtime.model.quantized.product_form import Computing
+from alignedserve.runtime.model.quantized.layout import Computing
 from alignedserve.runtime.model.sharding.tensor_shard import check_tensor_parallel
-from alignedserve.runtime.model.weights.decoder_weights import DecoderWeights
+from alignedserve.runtime.model.weights.weight_loader import DecoderWeights
 from benchmarks.engine.benchmark_spec import EngineBenchmarkSpec
 from benchmarks.engine.ceilings import Ceilings, ProductClock, measure_ceilings
 from benchmarks.engine.workloads import RequestGroup

@@ -14,7 +14,7 @@ import time
 import httptools
 import uvloop
 
-from alignedserve.api.models.model_card import ModelCard
+from alignedserve.api.models.model_services import ModelCard
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.gateway.server import HttpServer, bind
 from alignedserve.gateway.services import build_services

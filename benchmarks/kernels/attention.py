@@ -9,8 +9,7 @@ import torch
 
 from alignedserve.core.block_layout import BlockLayout
 from alignedserve.runtime.attention.backend import AttentionPlanner, StepAttention
-from alignedserve.runtime.attention.libraries import LIBRARIES, PYTORCH
-from alignedserve.runtime.attention.library_steps import LEAST_GATHERED_CHUNK
+from alignedserve.runtime.attention.libraries import LEAST_GATHERED_CHUNK, LIBRARIES, PYTORCH
 from alignedserve.runtime.device.arrays import to_device
 from alignedserve.runtime.device.dtypes import dtype_name
 from alignedserve.runtime.kv.block_storage import BlockStorage

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from alignedserve.runtime.device.device_work import synchronize
+from alignedserve.runtime.device.accelerator import synchronize
 from alignedserve.runtime.device.dtypes import dtype_name
 from alignedserve.runtime.model.decoder.model_config import ModelConfig
 from benchmarks.measuring.results import KernelRow

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.kernels.cases import TORCH, TRITON, KernelCase, KernelSetup
-from kernels.activation import gated
-from kernels.norm import rms_norm
+from kernels.activation import gated, rms_norm
 from kernels.rotary import rotate_
 from kernels.sampling import Filters, RowParameters, greedy, sample
 

@@ -11,11 +11,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from alignedserve.runtime.device.device_work import use_device
+from alignedserve.runtime.device.accelerator import use_device
 from alignedserve.runtime.device.streams import DeviceStreams, Event
-from alignedserve.runtime.kv.block_codecs import exact_codec
 from alignedserve.runtime.kv.block_storage import BlockStorage
-from alignedserve.runtime.kv.staged_copies import StagedCopies
+from alignedserve.runtime.kv.staged_copies import StagedCopies, exact_codec
 from benchmarks.measuring.turns import medians_by_turns
 
 OFFLOAD, PREFETCH = "offload", "prefetch"

@@ -17,8 +17,7 @@ from alignedserve.messages.caches import BlockCopy
 from alignedserve.runtime.device.cores import num_cores
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.kv.shm_arena import Arena
-from alignedserve.runtime.kv.transfers.local_transfer import relay
-from alignedserve.runtime.kv.transfers.shm_transfer import ShmTransfer
+from alignedserve.runtime.kv.transfers.local_transfer import ShmTransfer, relay
 from benchmarks.measuring.results import TransferResult
 from benchmarks.transfer.block_moves import GENERATION, BlockMoves
 from benchmarks.transfer.spec import TransferBenchmarkSpec

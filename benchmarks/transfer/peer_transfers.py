@@ -14,15 +14,13 @@ import torch
 
 from alignedserve.core.block_layout import BlockLayout
 from alignedserve.messages.handshake import Role
-from alignedserve.runtime.device.accelerator import Accelerator, accelerator_of
-from alignedserve.runtime.device.device_work import synchronize
+from alignedserve.runtime.device.accelerator import Accelerator, accelerator_of, synchronize
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.kv.staged_copies import CopyLanes
 from alignedserve.runtime.kv.transfers.block_server import BlockServer
-from alignedserve.runtime.kv.transfers.device_buffer import DeviceBuffer
 from alignedserve.runtime.kv.transfers.kv_transfer import KVTransfer
 from alignedserve.runtime.kv.transfers.process_pair import open_channel
-from alignedserve.runtime.kv.transfers.requests import ChannelTransfer, IpcTransfer
+from alignedserve.runtime.kv.transfers.requests import ChannelTransfer, DeviceBuffer, IpcTransfer
 from benchmarks.measuring.results import TransferResult
 from benchmarks.transfer.block_moves import BlockMoves
 from benchmarks.transfer.peer_process import END, address, identity, peer_process

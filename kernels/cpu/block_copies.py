@@ -3,8 +3,7 @@
 Digests are those of `kernels.cpu.row_digest`. Copying and summing is one pass: every byte of the source is read once,
 so that a digest is of exactly the bytes that were written, whoever writes to the source meanwhile.
 
-Nothing here loads torch: the KV pool does without it.
-"""
+Nothing here loads torch: the KV pool does without it."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -78,8 +77,7 @@ def copy_blocks(
     """Copy as many blocks as both lists have, no target twice -> uint64 [count], their digests, or [0] without.
 
     `num_threads`: at most, this one included. `is_streamed`: written past the caches; None: if they are too many to
-    stay there. `level`: one of `levels`, the best one by default. Raises ValueError for a block outside its array.
-    """
+    stay there. `level`: one of `levels`, the best one by default. Raises ValueError for a block outside its array."""
     assert source.block_bytes == target.block_bytes, "blocks of one size"
     assert target.blocks.flags.writeable, "targets are written"
     digests = np.empty(len(source) if with_digests else 0, np.uint64)

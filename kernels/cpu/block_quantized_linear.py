@@ -5,8 +5,7 @@ Weights keep their bits; packing reorders them. Inputs are rounded on every call
 exact (32-bit integers), scales and sums over blocks are float32.
 
 Worked example: a Q4_0 block has scale 0.5 and quants 15, 3 and otherwise 8, that is weights 3.5, -2.5 and 0; inputs
-1.27, 0.5 and otherwise 0 have scale 0.01 and become 127, 50; the product is (127 * 7 - 50 * 5) * 0.5 * 0.01 = 3.195.
-"""
+1.27, 0.5 and otherwise 0 have scale 0.01 and become 127, 50; the product is (127 * 7 - 50 * 5) * 0.5 * 0.01 = 3.195."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -39,11 +38,9 @@ def block_obstacle(raw_rows: Tensor, type_name: str) -> str | None:
 
 
 class BlockQuantizedLinear:
-    """x [rows, in_width] -> activation(x @ weight.T + bias) [rows, out_width], of dtype `dtype`.
-
-    With gates, the first half of the weight's rows: activation(gate) * up. Where the extension is not built the weight
-    is unpacked to `dtype` once, and plain products compute the same without rounding inputs.
-    """
+    """x [rows, in_width] -> activation(x @ weight.T + bias) [rows, out_width], of dtype `dtype`. With gates, the first
+    half of the weight's rows: activation(gate) * up. Where the extension is not built the weight is unpacked to `dtype`
+    once, and plain products compute the same without rounding inputs."""
 
     __slots__ = ("_dtype", "_unpacked", "_weight", "in_width", "out_width")
 

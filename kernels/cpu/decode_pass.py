@@ -2,8 +2,7 @@
 
 A small model computes one token in little more than what a hundred calls from Python and as many wakings of threads
 cost. Here threads are woken once per step. Every row runs through the same kernels as it does part by part, so results
-are the same, bit by bit.
-"""
+are the same, bit by bit."""
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -117,10 +116,8 @@ def decode_pass_available() -> bool:
 
 
 class DecodePass:
-    """All layers of a decoder, for rows that decode one token each.
-
-    One run at a time: its memory between the stages is kept from run to run.
-    """
+    """All layers of a decoder, for rows that decode one token each. One run at a time: its memory between the stages is
+    kept from run to run."""
 
     __slots__ = ("_dtype", "_exchange", "_head", "_hidden_size", "_kernel", "_num_layers", "_parts", "_place")
 
@@ -182,8 +179,7 @@ class DecodePass:
         pause      to be called between parts of the pass, in which another run may come and go; None: there is one part
         returns    what the last layer adds to the residual [rows, hidden_size], already added for logits; the times
 
-        Raises ExchangeBroken.
-        """
+        Raises ExchangeBroken."""
         count = residual.shape[0]
         self._check_rows(residual)
         if logits is not None:
@@ -195,10 +191,7 @@ class DecodePass:
         if highest is not None:
             assert self._head is not None, "a pass without a head"
             assert logits is None, "all logits, or the highest of them"
-            pair = (
-                _numbers(highest.token_ids, count, torch.int64),
-                _numbers(highest.values, count, torch.float32),
-            )
+            pair = (_numbers(highest.token_ids, count, torch.int64), _numbers(highest.values, count, torch.float32))
         bits = (0, 0, 0) if allowed is None else self._bits(allowed, count)
         pending = torch.empty_like(residual)
         rest = (

@@ -1,7 +1,6 @@
 """A step of the cost model that workers learn, by the native kernel where it is built.
 
-The plain form is in `alignedserve.costmodel.online`, and gives the same to the last bit.
-"""
+The plain form is in `alignedserve.costmodel.online`, and gives the same to the last bit."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple

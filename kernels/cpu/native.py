@@ -2,8 +2,7 @@
 
 They link GCC's OpenMP by its plain name, libgomp.so.1; PyTorch's copy has the same name. So a process
 has one OpenMP, with one set of threads, whichever of the two it loads first. Processes without PyTorch (gateway,
-router, pool) take the system's, or PyTorch's where that has none: no wheel needs a third.
-"""
+router, pool) take the system's, or PyTorch's where that has none: no wheel needs a third."""
 
 import ctypes
 import importlib

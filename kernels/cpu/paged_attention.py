@@ -7,8 +7,7 @@ heads at a time (they lie side by side), keeping a running maximum and sum per q
 
 What comes later enters here: a direction table is a second way from a token to its slot (the piece's offsets are
 computed in one place); a hidden-cache block a product with the layer's key and value weights before its tokens are
-scored. A cache of int8 came in as another way to load a unit of elements.
-"""
+scored. A cache of int8 came in as another way to load a unit of elements."""
 
 import math
 from typing import NamedTuple, Protocol
@@ -52,13 +51,7 @@ class PagedAttention:
     """Attention over the blocks of a storage; reads only."""
 
     def __init__(
-        self,
-        blocks: Tensor,
-        *,
-        group: int,
-        level: str,
-        int8: Int8Heads | None = None,
-        scores: ScoreForm = PLAIN_SCORES,
+        self, blocks: Tensor, *, group: int, level: str, int8: Int8Heads | None = None, scores: ScoreForm = PLAIN_SCORES
     ) -> None:
         """`blocks` [num_blocks, num_layers, 2 (keys, values), block_size, kv_heads, head_dim], contiguous, on the CPU,
         float32 or bfloat16, or with `int8` [.., block_size, row_width] (`caches.int8_rows`); with 1 in place of 2 the
@@ -101,9 +94,8 @@ class PagedAttention:
     ) -> PagedPlan:
         """Divide the work of one step: sequence i reads the first lengths[i] tokens of row rows[i] of `block_tables`
         (the last `window` of them in windowed layers, or with `is_chunked` those from the last multiple of it on),
-        which must stay unchanged until the step ends.
-
-        `is_reversed` [sequences]: token i of a block lies in slot block_size - 1 - i; None: of none."""
+        which must stay unchanged until the step ends. `is_reversed` [sequences]: token i of a block lies in slot
+        block_size - 1 - i; None: of none."""
         directions = np.zeros(len(rows), np.bool_) if is_reversed is None else is_reversed
         args = (block_tables, rows, directions, lengths, window or 0, is_chunked, num_threads)
         plan: PagedPlan = _native.DecodePlan(self._cache, *args)
@@ -125,10 +117,8 @@ class PagedAttention:
     ) -> PagedPlan:
         """Divide the work of chunks likewise: the last counts[i] of the first lengths[i] tokens of sequence i each read
         up to themselves, or with `is_bidirectional`, which excludes a window, all lengths[i]. The token rows of a chunk
-        follow those of the one before.
-
-        `ends` [token rows]: of what each token reads, itself or a later token of its chunk included; a window reaches
-        back from the token itself. None: each reads up to itself."""
+        follow those of the one before. `ends` [token rows]: of what each token reads, itself or a later token of its
+        chunk included; a window reaches back from the token itself. None: each reads up to itself."""
         directions = np.zeros(len(rows), np.bool_) if is_reversed is None else is_reversed
         args = (block_tables, rows, directions, lengths, counts, window or 0, is_chunked, num_threads)
         own_ends = () if ends is None else (ends,)

@@ -1,7 +1,6 @@
 """Sums over the ranks of a worker through memory that their processes share (kernels/csrc/rank_exchange).
 
-Added from rank 0 to the last, in float32: the same bits on every rank, whatever else is computed in the same call.
-"""
+Added from rank 0 to the last, in float32: the same bits on every rank, whatever else is computed in the same call."""
 
 import mmap
 import os
@@ -65,9 +64,7 @@ class RankExchange:
 
     def all_gather(self, x: Tensor, *, is_wanted: bool = True) -> Tensor | None:
         """Return every rank's tensor [size, *x.shape], each of one shape and contiguous; None unless it `is_wanted`.
-
-        Raises ExchangeBroken.
-        """
+        Raises ExchangeBroken."""
         assert x.is_contiguous(), "one run of memory"
         assert x.device.type == "cpu", "native kernels run on the CPU"
         tensor = torch.empty((self.size, *x.shape), dtype=x.dtype) if is_wanted else None

@@ -1,8 +1,7 @@
 """Sums over the requests in a scheduler's table, by the native kernels where they are built.
 
 Each function takes the table as its three stacks of columns (int64, float64, bool; [columns, capacity]) and the number
-of its rows. Plain forms stand with their callers in `alignedserve.scheduling`, and give the same to the last bit.
-"""
+of its rows. Plain forms stand with their callers in `alignedserve.scheduling`, and give the same to the last bit."""
 
 from typing import Any, NamedTuple
 
@@ -65,10 +64,8 @@ def fitting_decodes(
 
 
 def growing_rows(stacks: Stacks, num_rows: int, rows: Ints, num_tokens: Ints, sizes: BlockSizes) -> list[bool] | None:
-    """Return which of these rows take blocks or come back from the host as they compute `num_tokens`.
-
-    None if one computes more tokens than are known.
-    """
+    """Return which of these rows take blocks or come back from the host as they compute `num_tokens`. None if one
+    computes more tokens than are known."""
     grows: list[bool] | None = _native.growing_rows(*stacks, num_rows, rows, num_tokens, *sizes)
     return grows
 

@@ -8,8 +8,7 @@ seed (Yann Collet, https://xxhash.com), one of less than 256 bytes as if zeros f
 with `mix` the end of MurmurHash3. XXH3 mixes each kilobyte with all before it: of a block of 2 MiB that would be 2 048
 steps one after the other, which a GPU waits for behind every copy. Parts are summed side by side.
 
-Nothing here loads torch.
-"""
+Nothing here loads torch."""
 
 import functools
 

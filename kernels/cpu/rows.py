@@ -1,8 +1,7 @@
 """Operations on rows of activations, each in one pass over memory, by the native kernels where they are built.
 
-`native_level` says where they run; elsewhere the plain forms beside each of them do (`kernels.norm`,
-`kernels.activation`, `kernels.rotary`, `kernels.sampling`). Elements are float32 or bfloat16; arithmetic is float32.
-"""
+`native_level` says where they run; elsewhere the plain forms beside each of them do (`kernels.activation`,
+`kernels.activation`, `kernels.rotary`, `kernels.sampling`). Elements are float32 or bfloat16; arithmetic is float32."""
 
 from typing import Any
 
@@ -101,14 +100,7 @@ class HeadRows:
     __slots__ = ("_dtype", "_has_values", "_head_dim", "_int8_width", "_kernel", "_kv_width", "_width")
 
     def __init__(
-        self,
-        num_heads: int,
-        kv_heads: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        *,
-        level: str,
-        has_values: bool = True,
+        self, num_heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, *, level: str, has_values: bool = True
     ) -> None:
         self._dtype = dtype
         self._head_dim = head_dim
@@ -127,8 +119,7 @@ class HeadRows:
         rotation   cos, sin [tokens, 1, rotary_dim / 2] float32; None: nothing is rotated
         slots      [tokens] int64, all different: rows of keys and values to be overwritten; one outside raises
                    ValueError before anything is written
-        keys       [slots, kv_heads * head_dim] contiguous, or int8 rows (`kernels.cache_rows`); values alike
-        """
+        keys       [slots, kv_heads * head_dim] contiguous, or int8 rows (`kernels.cache_rows`); values alike"""
         count = fused.shape[0]
         assert _is_rows(fused, self._width, self._dtype), f"not rows of queries, keys and values: {fused.shape}"
         slots_at, is_int8 = self.slots(slots, count), self.is_int8_cache(keys, values)
@@ -178,7 +169,7 @@ def highest(x: Tensor, *, level: str) -> tuple[Tensor, Tensor]:
     assert _is_rows(x, width, x.dtype), "not rows of contiguous elements on the CPU"
     indices = torch.empty(num_rows, dtype=torch.int64)
     values = torch.empty(num_rows, dtype=torch.float32)
-    shape = (x.stride(0), num_rows, width, _is_bfloat16(x))
+    shape = (x.stride(0), num_rows, width, (x.dtype == torch.bfloat16))
     results = (indices.data_ptr(), values.data_ptr())
     _native.highest(level, x.data_ptr(), *shape, *results, torch.get_num_threads())
     return indices, values
@@ -188,7 +179,3 @@ def _is_rows(x: Tensor, width: int, dtype: torch.dtype) -> bool:
     if x.ndim != 2 or x.shape[1] != width or x.dtype != dtype or x.device.type != "cpu":
         return False
     return width == 1 or x.stride(1) == 1
-
-
-def _is_bfloat16(x: Tensor) -> bool:
-    return x.dtype == torch.bfloat16

@@ -1,8 +1,7 @@
 """Recurrent states, token by token, and what is done with rows before and behind them, by the native kernels.
 
 The plain forms beside each of them are in `kernels.states`. All tensors are on the CPU; states, and what has no other
-dtype here, are float32.
-"""
+dtype here, are float32."""
 
 from typing import NamedTuple
 
@@ -144,7 +143,7 @@ def convolve(
 
 
 def gate_rows_(x: Tensor, gates: Tensor, weight: Tensor | None, form: GatedForm, *, level: str) -> Tensor:
-    """Compute `kernels.states.steps.GatedRows`: x [rows, groups * width] contiguous, overwritten, and gates, whose
+    """Compute `kernels.states.delta_rule.GatedRows`: x [rows, groups * width] contiguous, overwritten, and gates, whose
     rows may be apart -> [rows, groups * width], dtype of the gates."""
     assert x.shape == gates.shape, f"not a gate for each result: {gates.shape}"
     assert x.is_contiguous(), "rows apart"

@@ -3,16 +3,7 @@
 #include "amx.h"
 
 #if HAS_AMX_LEVEL
-#include <immintrin.h>
-
-#include <cstring>
-#include <type_traits>
-
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx512vnni,fma,prefer-vector-width=512", \
-                   "amx-tile,amx-bf16,amx-int8")
-#define LEVEL amx
-#define WIDTH 16
-#define HAS_BF16_DOT 1
+#include "targets/amx.h"
 #define HAS_TILES 1
 #include "attention_level.h"
 #include "attention_tiles.h"

@@ -22,12 +22,12 @@ namespace nb = nanobind;
 
 namespace paged {
 
-extern const Level amx_level [[gnu::weak]], avx512bf16_level [[gnu::weak]], avx2_level [[gnu::weak]], plain_level;
+extern const Level amx_level [[gnu::weak]], avx512_level [[gnu::weak]], avx2_level [[gnu::weak]], plain_level;
 
 namespace {
 
 const std::vector<Level>& all_levels() {
-    static const auto all = levels::compiled({&amx_level, &avx512bf16_level, &avx2_level, &plain_level});
+    static const auto all = levels::compiled({&amx_level, &avx512_level, &avx2_level, &plain_level});
     return all;
 }
 

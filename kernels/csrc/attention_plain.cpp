@@ -1,20 +1,12 @@
-// Vectors of 16 bytes, which every x86-64 and ARM64 processor has.
+// Attention for every processor.
 #include "attention.h"
-
-#include <cstring>
-#include <type_traits>
-
-#define LEVEL plain
-#define WIDTH 4
-#define HAS_BF16_DOT 0
+#include "targets/plain.h"
 #define HAS_TILES 0
 #include "attention_level.h"
 #include "attention_tiles.h"
 
 namespace paged {
 
-static bool always() { return true; }
-
-extern const Level plain_level = {"plain", always, plain::decode_piece, plain::chunk_piece, plain::merge};
+extern const Level plain_level = {"plain", is_supported, plain::decode_piece, plain::chunk_piece, plain::merge};
 
 }  // namespace paged

@@ -56,8 +56,7 @@ def cached_elements(
 ):
     """Return the offset of each token's head within the keys, or the values, of a layer.
 
-    `table`: the context's entries of a BlockTables; `backwards`: its is_reversed.
-    """
+    `table`: the context's entries of a BlockTables; `backwards`: its is_reversed."""
     block = tl.load(table + tokens // BLOCK_SIZE, mask=is_read, other=0)
     slot = tokens % BLOCK_SIZE
     slot = tl.where(backwards > 0, BLOCK_SIZE - 1 - slot, slot)
@@ -66,10 +65,8 @@ def cached_elements(
 
 @triton.jit
 def widened(elements, query, HAS_SCALES: tl.constexpr, CONVERTS_FLOAT8: tl.constexpr):
-    """Return elements of blocks as numbers of the query's dtype, without their scales.
-
-    `CONVERTS_FLOAT8`: by the GPU's own instructions, two elements each (`launching.converts_float8`).
-    """
+    """Return elements of blocks as numbers of the query's dtype, without their scales. `CONVERTS_FLOAT8`: by the GPU's
+    own instructions, two elements each (`launching.converts_float8`)."""
     if HAS_SCALES:
         if CONVERTS_FLOAT8:
             return elements.to(tl.float8e4nv, bitcast=True).to(query.dtype)
@@ -92,8 +89,7 @@ def float8_values(stored, like):
 
     Sign, exponent and mantissa are those of a float16 whose exponent counts from 2**-8 of theirs.
 
-    By integer operations, which every GPU has: below compute capability 8.9 none converts them itself.
-    """
+    By integer operations, which every GPU has: below compute capability 8.9 none converts them itself."""
     bits = stored.to(tl.uint16)
     halves = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True) * 256.0
     return halves.to(tl.float32).to(like.dtype)

@@ -1,8 +1,7 @@
 """The experts of a pass on a GPU: chosen, their rows sorted, and their results added up, with nothing read by the host.
 
 Rows lie sorted by expert: `ends` has for each expert the place behind its last row, and products cut the rows of each
-into tiles, whose number the device alone knows; there are programs for as many as there could be.
-"""
+into tiles, whose number the device alone knows; there are programs for as many as there could be."""
 
 import torch
 import triton
@@ -33,8 +32,7 @@ def choose(logits: Tensor, num_chosen: int, *, normalises: bool) -> tuple[Tensor
     logits       [rows, experts] float32, contiguous
     normalises   shares add up to 1; else they are those of the softmax over all experts
 
-    Of equals the first. A row that holds NaN has experts, and shares that are NaN.
-    """
+    Of equals the first. A row that holds NaN has experts, and shares that are NaN."""
     num_rows, num_experts = logits.shape
     experts = torch.empty((num_rows, num_chosen), dtype=torch.int32, device=logits.device)
     shares = torch.empty((num_rows, num_chosen), dtype=torch.float32, device=logits.device)
@@ -54,11 +52,9 @@ def choose(logits: Tensor, num_chosen: int, *, normalises: bool) -> tuple[Tensor
 
 
 def sort(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Sort the choices `experts` [rows, chosen] int32, contiguous; equals stay in order.
-
-    Returns for each sorted row its row in the pass, int32 [rows * chosen]; the place of each choice among the sorted
-    rows, int32 [rows, chosen]; and the places behind each expert's last row, int32 [experts].
-    """
+    """Sort the choices `experts` [rows, chosen] int32, contiguous; equals stay in order. Returns for each sorted row
+    its row in the pass, int32 [rows * chosen]; the place of each choice among the sorted rows, int32 [rows, chosen];
+    and the places behind each expert's last row, int32 [experts]."""
     num_choices = experts.numel()
     rows = torch.empty(num_choices, dtype=torch.int32, device=experts.device)
     places = torch.empty_like(experts)
@@ -79,9 +75,7 @@ def sort(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
 
 def add_up(results: Tensor, places: Tensor, shares: Tensor) -> Tensor:
     """Add up for each row the results [sorted rows, width], rows possibly strided, of its experts, times their shares.
-
-    `places` int32 and `shares` float32 [rows, chosen] -> [rows, width], dtype of the results, rounded once.
-    """
+    `places` int32 and `shares` float32 [rows, chosen] -> [rows, width], dtype of the results, rounded once."""
     num_rows, width = len(places), results.shape[1]
     out = torch.empty((num_rows, width), dtype=results.dtype, device=results.device)
     _add_up[(num_rows, parts_of(width, _COLUMNS))](
@@ -91,10 +85,8 @@ def add_up(results: Tensor, places: Tensor, shares: Tensor) -> Tensor:
 
 
 def add_biases(results: Tensor, biases: Tensor, ends: Tensor) -> None:
-    """Add to results [sorted rows, width], contiguous, each the bias of its expert; in place.
-
-    `biases` [experts, width], contiguous, dtype of the results; `ends`: see `sort`.
-    """
+    """Add to results [sorted rows, width], contiguous, each the bias of its expert; in place. `biases` [experts,
+    width], contiguous, dtype of the results; `ends`: see `sort`."""
     num_rows, width = results.shape
     if num_rows:
         num_experts = len(ends)
@@ -113,15 +105,7 @@ def trial_launch(device: torch.device, dtype: torch.dtype) -> None:
 
 
 @triton.jit
-def _choose(
-    logits,
-    experts,
-    shares,
-    num_experts,
-    num_chosen,
-    NORMALISES: tl.constexpr,
-    EXPERTS: tl.constexpr,
-):
+def _choose(logits, experts, shares, num_experts, num_chosen, NORMALISES: tl.constexpr, EXPERTS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, EXPERTS)
     is_there = columns < num_experts

@@ -14,10 +14,8 @@ _SMALLEST_SCALE = tl.constexpr(1e-12)  # of a row of zeros
 
 
 def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Round x [rows, width], rows possibly strided -> float8_e4m3fn [rows, width], and scales float32 [rows, 1].
-
-    A row's scale is its largest magnitude / 448; that of a row which holds NaN is NaN.
-    """
+    """Round x [rows, width], rows possibly strided -> float8_e4m3fn [rows, width], and scales float32 [rows, 1]. A
+    row's scale is its largest magnitude / 448; that of a row which holds NaN is NaN."""
     values, scales = empty_rows(len(x), x.shape[1], x.device)
     if len(x):
         tile = min(power_of_two(x.shape[1]), MOST_ELEMENTS)

@@ -23,7 +23,7 @@ class Gates:
 
     def __init__(self, activation: str, *, rounds: bool = False, unread: Tensor | None = None) -> None:
         """`rounds`: for a product in FP8, to which results are attached rounded where a program holds a row; `unread`:
-        see kernels.norm.Norm."""
+        see kernels.activation.Norm."""
         assert activation in NAMES, f"no kernel for {activation}"
         self._activation, self._rounds, self._unread = activation, rounds, unread
 

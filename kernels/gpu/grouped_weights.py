@@ -4,8 +4,7 @@ A program multiplies a tile of rows by a tile of outputs over a run of groups. N
 integers, and floats of 4 and 8 bits are short: exact in any dtype of x; each group's sum is multiplied by its scale in
 float32.
 With few rows the inputs are cut into runs, whose results are added up afterwards, in order: there would be too few
-programs to load the weight. With experts, a tile has rows of one expert, which the device itself has sorted.
-"""
+programs to load the weight. With experts, a tile has rows of one expert, which the device itself has sorted."""
 
 from typing import NamedTuple, Protocol
 
@@ -64,8 +63,7 @@ def tiling_of(num_rows: int) -> Tiling:
 def multiply(x: Tensor, weight: GroupedOperand, *, tiling: Tiling | None = None) -> Tensor:
     """Multiply x [rows, in_width], rows possibly strided, by a weight -> [rows, columns], dtype of x.
 
-    `tiling`: in place of the one for so many rows.
-    """
+    `tiling`: in place of the one for so many rows."""
     num_rows, columns = len(x), weight.words.shape[0]
     num_groups = _num_groups(weight)
     tiling = tiling or tiling_of(num_rows)
@@ -89,10 +87,8 @@ def unpack(weight: GroupedOperand, out: Tensor) -> None:
 
 
 def multiply_sorted(x: Tensor, weight: GroupedOperand, ends: Tensor) -> Tensor:
-    """Multiply x [rows, in_width], rows sorted by expert, each by its expert's weight -> [rows, columns].
-
-    `ends` int32 [experts]: behind the last row of each.
-    """
+    """Multiply x [rows, in_width], rows sorted by expert, each by its expert's weight -> [rows, columns]. `ends` int32
+    [experts]: behind the last row of each."""
     num_experts, columns, _ = weight.words.shape
     out = torch.empty((len(x), columns), dtype=x.dtype, device=x.device)
     tiling = _SORTED[tile_rows(len(x), num_experts)]
@@ -332,9 +328,7 @@ def small_numbers(stored, zero, like, IN_HALVES: tl.constexpr, IS_FLOAT: tl.cons
 @triton.jit
 def float4_values(stored, like):
     """Return floats of 4 bits (e2m1), one in the lower bits of each byte, as numbers of the dtype of `like`, exactly.
-
-    Sign, exponent and mantissa are those of a float16 whose exponent counts from 2**-14 of theirs.
-    """
+    Sign, exponent and mantissa are those of a float16 whose exponent counts from 2**-14 of theirs."""
     bits = stored.to(tl.uint16)
     halves = (((bits & 8) << 12) | ((bits & 7) << 9)).to(tl.float16, bitcast=True) * 16384.0
     return halves.to(tl.float32).to(like.dtype)

@@ -38,8 +38,7 @@ class HeadRowsKernel:
         norm       None: heads stay as they are before the rotation
         rotation   cos, sin [tokens, 1, rotary_dim / 2] float32, contiguous; None: nothing is rotated
         slots      [tokens] int64, all different: rows of keys and values to be overwritten; not checked
-        keys       [slots, kv_heads * head_dim] contiguous, or rows of FP8 (`kernels.cache_rows`); values alike
-        """
+        keys       [slots, kv_heads * head_dim] contiguous, or rows of FP8 (`kernels.cache_rows`); values alike"""
         count, head_dim = fused.shape[0], self._head_dim
         all_heads = self._num_heads + 2 * self._kv_heads
         assert fused.shape[1] == all_heads * head_dim, f"not rows of queries, keys and values: {fused.shape}"

@@ -96,10 +96,8 @@ def padded(size: int) -> int:
 
 
 def power_of_two(size: int) -> int:
-    """Return the least power of two that is at least `size`, which is above 0.
-
-    Triton's own functions for this and `parts_of` are for kernels as well, and take the host twenty times as long.
-    """
+    """Return the least power of two that is at least `size`, which is above 0. Triton's own functions for this and
+    `parts_of` are for kernels as well, and take the host twenty times as long."""
     return 1 << (size - 1).bit_length()
 
 

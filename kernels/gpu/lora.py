@@ -8,8 +8,7 @@ waits for all of the former. Running programs have taken theirs first, so every 
 Rows are sorted by adapter and cut into tiles that have one (SGMV of Punica). The matrices are found by their addresses
 and the tiles are counted in memory, so that a recorded launch serves whatever adapters come.
 
-A row's sums are in one order, whatever rows are computed beside it.
-"""
+A row's sums are in one order, whatever rows are computed beside it."""
 
 from typing import NamedTuple
 
@@ -18,8 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.device_lora import HEAD_TILES, MODULE_WORDS, MODULES_AT, MOST_MODULES, SITE_WORDS, TILE_WORDS
 from kernels.gpu.launching import multiprocessors, parts_of
+from kernels.lora import HEAD_TILES, MODULE_WORDS, MODULES_AT, MOST_MODULES, SITE_WORDS, TILE_WORDS
 
 RANKS = 16  # of a product with A
 _INPUTS = 64  # multiplied at a time
@@ -36,7 +35,7 @@ _TILE_WORDS = tl.constexpr(TILE_WORDS)
 
 
 class RowTiles(NamedTuple):
-    """The rows of a pass that have an adapter, on the device; see kernels.device_lora."""
+    """The rows of a pass that have an adapter, on the device; see kernels.lora."""
 
     places: Tensor  # int64 [rows]: rows of the pass, those of an adapter side by side
     tiles: Tensor  # int64 [HEAD_TILES + tiles, TILE_WORDS]; its queue is written, and left as it was
@@ -51,10 +50,8 @@ def input_runs(in_width: int) -> tuple[int, int]:
 
 
 def add_adapters(product: Tensor, x: Tensor, site: int, rows: RowTiles) -> None:
-    """Add B (A x) of each row's adapter at this site to product [rows of the pass, columns], rounded once.
-
-    x [rows of the pass, in_width]; rows of both possibly strided. Launches with the same tiles run one after another.
-    """
+    """Add B (A x) of each row's adapter at this site to product [rows of the pass, columns], rounded once. x [rows of
+    the pass, in_width]; rows of both possibly strided. Launches with the same tiles run one after another."""
     assert product.stride(1) == x.stride(1) == 1, "numbers of a row are one run of memory"
     in_width = x.shape[1]
     num_runs, run_width = input_runs(in_width)

@@ -28,10 +28,8 @@ _PLACE, _MIX_1, _MIX_2 = tl.constexpr(PLACE), tl.constexpr(MIX[0]), tl.constexpr
 
 
 def row_digests(words: Tensor, row_ids: Tensor | None = None) -> Tensor:
-    """Compute the digests of words int64 [count, width] -> int64 [count].
-
-    `row_ids` int64 [count]: of these rows of words alone.
-    """
+    """Compute the digests of words int64 [count, width] -> int64 [count]. `row_ids` int64 [count]: of these rows of
+    words alone."""
     width = words.shape[1]
     count = len(words) if row_ids is None else len(row_ids)
     num_parts = parts_of(width, PART_WORDS)

@@ -25,7 +25,7 @@ class RowNorm:
         self._is_rms = is_rms
 
     def round_results(self, unread: Tensor | None = None) -> None:
-        """Attach rounded rows to results, for a product in FP8; `unread`: see kernels.norm.Norm."""
+        """Attach rounded rows to results, for a product in FP8; `unread`: see kernels.activation.Norm."""
         self._rounds, self._unread = True, unread
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:

@@ -1,8 +1,7 @@
 """Products of rows that lie sorted by expert with the experts' weights side by side, on a GPU.
 
 For what `torch._grouped_mm` computes elsewhere: a program multiplies a tile of rows of one expert by a tile of outputs,
-so that only the weights of experts with rows are read.
-"""
+so that only the weights of experts with rows are read."""
 
 import torch
 import triton
@@ -21,8 +20,7 @@ def multiply_sorted(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """Multiply x [rows, in_width], sorted by expert, each by its expert's weight -> [rows, columns], dtype of x.
 
     weight   [experts, columns, in_width], contiguous
-    ends     int32 [experts], behind the last row of each
-    """
+    ends     int32 [experts], behind the last row of each"""
     num_experts, columns, width = weight.shape
     assert x.stride(1) == 1, "inputs of a row are one run of memory"
     out = torch.empty((len(x), columns), dtype=x.dtype, device=x.device)

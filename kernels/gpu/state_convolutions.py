@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kernels.gpu.gating import silu
 from kernels.gpu.launching import parts_of, power_of_two
-from kernels.states.device_rows import DeviceStateRows, one_token
+from kernels.states.state_rows import DeviceStateRows, one_token
 
 _TOKENS, _CHANNELS = 16, 128  # of a program
 

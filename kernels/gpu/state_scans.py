@@ -2,8 +2,7 @@
 
 A program has a part of one head's state in registers and takes it through all tokens of a sequence, one after another:
 a result does not depend on how a prompt was cut, as on a CPU (`kernels.states`, which has the formulas). Heads, parts
-of heads and sequences are side by side; of a prompt that is alone they are few, and its tokens take their time.
-"""
+of heads and sequences are side by side; of a prompt that is alone they are few, and its tokens take their time."""
 
 import torch
 import triton
@@ -13,7 +12,7 @@ from torch import Tensor
 from kernels.cpu.state_scans import GatedForm
 from kernels.gpu.gating import silu
 from kernels.gpu.launching import parts_of, power_of_two, row_warps
-from kernels.states.device_rows import DeviceStateRows, one_token
+from kernels.states.state_rows import DeviceStateRows, one_token
 
 # Elements of a state in one program, of a single warp, so that sums over keys stay within it: of many sequences, and of
 # few, whose tokens come one after another (seen on an H200).
@@ -98,7 +97,7 @@ def scan_delta(
 
 
 def gate_rows(x: Tensor, gates: Tensor, weight: Tensor | None, form: GatedForm) -> Tensor:
-    """Compute `kernels.states.steps.GatedRows` of x [tokens, groups * width], contiguous."""
+    """Compute `kernels.states.delta_rule.GatedRows` of x [tokens, groups * width], contiguous."""
     num_tokens, width = x.shape[0], x.shape[1] // form.num_groups
     out = torch.empty(x.shape, dtype=gates.dtype, device=x.device)
     columns = power_of_two(width)
@@ -138,11 +137,9 @@ def _sequences(rows: DeviceStateRows) -> tuple[Tensor, ...]:
 
 @triton.jit
 def _begin_of(part, first_part, first, ends):
-    """Return the first token row of a part of a sequence. `first`: the sequence's own.
-
-    It is read anew: of a scalar that one turn of a loop leaves for the bounds of the next one's inner loop, Triton 3.6
-    and 3.7 take the first value each time (decision 80).
-    """
+    """Return the first token row of a part of a sequence. `first`: the sequence's own. It is read anew: of a scalar
+    that one turn of a loop leaves for the bounds of the next one's inner loop, Triton 3.6 and 3.7 take the first value
+    each time (decision 80)."""
     return tl.maximum(tl.load(ends + part - 1, mask=part > first_part, other=-1) + 1, first)
 
 

@@ -10,8 +10,7 @@ that can be kept, by the sums, in their order. The search is among these, unless
 
 Weights are exp(-distance) and summed as integers, in units of 2^-44 of the likeliest token's: sums are exact, so they
 agree whatever order a GPU adds in, and a draw can only meet a token that is kept. A token less likely than the
-likeliest by more than that is never drawn.
-"""
+likeliest by more than that is never drawn."""
 
 from collections.abc import Sequence
 
@@ -46,8 +45,7 @@ def sample_tokens(logits: Tensor, parameters: Sequence[Tensor]) -> tuple[Tensor,
     temperature) after the filters, in the order of `kernels.sampling.sample`, which draws the same tokens but for
     roundings: by the inverse of the cumulative distribution, in the order of token ids, and with filters from the
     likeliest token on. Equal tokens at the edge of a filter are kept from the first on. A row that holds NaN or +inf,
-    or nothing but -inf, is not usable; its token means nothing but lies within the vocabulary.
-    """
+    or nothing but -inf, is not usable; its token means nothing but lies within the vocabulary."""
     num_rows, vocabulary = logits.shape
     temperature, top_k, top_p, min_p, draws = RowParameters(*parameters)
     assert 0 < vocabulary <= MOST_TOKENS, f"a vocabulary of {vocabulary}"
@@ -108,17 +106,7 @@ def _last_above(row, vocabulary, most, scale, min_p, TILE: tl.constexpr):
 
 
 @triton.jit
-def _kept(
-    row,
-    first,
-    vocabulary,
-    most,
-    scale,
-    last_key,
-    last_column,
-    TILE: tl.constexpr,
-    IS_COUNT: tl.constexpr,
-):
+def _kept(row, first, vocabulary, most, scale, last_key, last_column, TILE: tl.constexpr, IS_COUNT: tl.constexpr):
     columns, distance, key = _distances(row, first, vocabulary, most, scale, TILE)
     is_kept = (key < last_key) | ((key == last_key) & (columns <= last_column))
     is_kept = is_kept & (columns < vocabulary)
@@ -139,17 +127,7 @@ def _total(row, vocabulary, most, scale, last_key, last_column, TILE: tl.constex
 
 
 @triton.jit
-def _cut(
-    row,
-    vocabulary,
-    most,
-    scale,
-    last_key,
-    last_column,
-    target,
-    TILE: tl.constexpr,
-    IS_COUNT: tl.constexpr,
-):
+def _cut(row, vocabulary, most, scale, last_key, last_column, target, TILE: tl.constexpr, IS_COUNT: tl.constexpr):
     """Find the shortest prefix of the kept tokens whose sum reaches `target` (at least 1, at most the total); return
     distance and column of its last token, and its sum."""
     low, high = last_key * 0, last_key

@@ -8,8 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels.cpu.state_scans import convolve, scan_level, silu_, suits_convolution
-from kernels.states.device_rows import DeviceStateRows
-from kernels.states.state_rows import StateRows
+from kernels.states.state_rows import DeviceStateRows, StateRows
 
 
 class ConvolutionGates(NamedTuple):
@@ -32,8 +31,7 @@ def causal_convolution(
     weight  [kernel_size, channels] float32: the last row is a token's own
     bias    [channels] float32
     tails   [blocks, kernel_size - 1, channels]: what was convolved of the tokens before
-    gates   then gates.before * x is convolved, and the result is gates.behind times that, both of the dtype of x
-    """
+    gates   then gates.before * x is convolved, and the result is gates.behind times that, both of the dtype of x"""
     if isinstance(rows, DeviceStateRows):
         convolved: Tensor = rows.kernels.convolutions.convolve(x, weight, bias, rows, tails, gates)
         return convolved

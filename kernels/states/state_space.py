@@ -2,8 +2,7 @@
 
 Of a head with inputs x, and b and c that a group of heads shares: state = exp(-exp(a) dt) state + dt b x^T, and the
 result is c^T state + skip * x. Tokens pass one after another, on a CPU while the state is in a core's cache: a result
-does not depend on how a prompt was cut, and a prompt costs no more than reading x, b and c.
-"""
+does not depend on how a prompt was cut, and a prompt costs no more than reading x, b and c."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -14,9 +13,8 @@ from torch.nn import functional
 
 from kernels.cpu.state_scans import GatedForm, scan_level, scan_space, suits_space
 from kernels.states.convolution import causal_convolution
-from kernels.states.device_rows import DeviceStateRows
-from kernels.states.state_rows import StateRows
-from kernels.states.steps import GatedRows, run_steps
+from kernels.states.delta_rule import GatedRows, run_steps
+from kernels.states.state_rows import DeviceStateRows, StateRows
 
 
 class SpaceSizes(NamedTuple):
@@ -92,8 +90,7 @@ def scan(
     rows    x [tokens, heads * head_dim], b and c [tokens, groups * state_size], parts of the same rows
     gates   dt and decay [tokens, heads]
     skip    [heads]
-    states  [blocks, heads, state_size, head_dim], those of `sequences` written
-    """
+    states  [blocks, heads, state_size, head_dim], those of `sequences` written"""
     if isinstance(sequences, DeviceStateRows):
         scanned: Tensor = sequences.kernels.scans.scan_space(rows, gates, skip, sequences, states)
         return scanned

@@ -8,22 +8,28 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.activation import Gated
+from kernels.activation import Gated, RmsNorm
 from kernels.addend_layout import LayerProduct, ProductShape, site_of
 from kernels.block_digests import row_digests
 from kernels.cache_blocks import gather_blocks, scatter_blocks
 from kernels.cache_rows import dequantise_float8_rows, quantise_float8_rows
 from kernels.cpu.lora import LoraModule
-from kernels.device_lora import GRAPH_ROWS
 from kernels.float8_linear import float8_inputs, rounded_inputs
 from kernels.gpu_dispatch import launch_failures
-from kernels.grouped_linear import GroupedLinear, Numbers, SortedLinear, random_weight
+from kernels.grouped_linear import (
+    ExpertRows,
+    ExpertWeights,
+    GroupedLinear,
+    Numbers,
+    SortedLinear,
+    StackedProduct,
+    random_weight,
+    rows_by_expert,
+)
 from kernels.linear import Linear
-from kernels.lora import AdapterMatrices, AdapterRows
-from kernels.norm import RmsNorm
+from kernels.lora import GRAPH_ROWS, AdapterMatrices, AdapterRows
 from kernels.rotary import HeadPlacement
 from kernels.sampling import Filters, RowParameters, sample
-from kernels.sorted_experts import ExpertRows, ExpertWeights, StackedProduct, rows_by_expert
 
 DTYPES = (torch.bfloat16, torch.float32)
 # Of the largest result: some roundings of inputs, of weights of softmax and of the result.

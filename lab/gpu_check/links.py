@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from alignedserve.core.block_layout import BlockLayout
-from alignedserve.runtime.device.device_work import synchronize
+from alignedserve.runtime.device.accelerator import synchronize
 from alignedserve.runtime.device.devices import CUDA
 from alignedserve.runtime.kv.arena_files import arena_folder
 from alignedserve.runtime.kv.block_storage import BlockStorage

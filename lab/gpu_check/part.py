@@ -18,9 +18,8 @@ from unittest.mock import patch
 
 import torch
 
-from alignedserve.runtime.device.device_work import use_device
-from alignedserve.runtime.device.devices import CUDA
-from alignedserve.runtime.device.verdicts import FAILURE, OK, ask
+from alignedserve.runtime.device.accelerator import use_device
+from alignedserve.runtime.device.devices import CUDA, FAILURE, OK, ask
 from alignedserve.runtime.model.device_kinds import KINDS as DEVICE_KINDS
 from kernels import gpu_dispatch
 from lab.gpu_check.answers import compare_answers

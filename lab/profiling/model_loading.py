@@ -6,7 +6,7 @@ from alignedserve.runtime.model.decoder.model_config import ModelConfig
 from alignedserve.runtime.model.model_files import read_config
 from alignedserve.runtime.model.named_models import BUILT_IN, model_path
 from alignedserve.runtime.model.weight_files import ModelSpec, load_or_draw
-from alignedserve.runtime.model.weights.decoder_weights import DecoderWeights, leave_rounded_rows_unwritten
+from alignedserve.runtime.model.weights.weight_loader import DecoderWeights, leave_rounded_rows_unwritten
 from lab.profiling.shapes import SHAPES
 
 

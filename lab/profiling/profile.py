@@ -21,15 +21,14 @@ from alignedserve.costmodel.iteration_points import Point
 from alignedserve.costmodel.linear import FitError, Sample, fit_error, fit_linear, nonnegative_least_squares
 from alignedserve.costmodel.model_shapes import ModelShape
 from alignedserve.costmodel.straggler import straggler_in
-from alignedserve.runtime.device.device_work import free_bytes
+from alignedserve.runtime.device.accelerator import free_bytes
 from alignedserve.runtime.device.devices import CUDA, worker_devices
 from alignedserve.runtime.device.streams import streams_of
 from alignedserve.runtime.engine.engine import Engine
 from alignedserve.runtime.engine.engine_options import EngineOptions
 from alignedserve.runtime.engine.measured_iterations import IterationTimer
-from alignedserve.runtime.kv.block_codecs import exact_codec
 from alignedserve.runtime.kv.block_storage import BlockStorage
-from alignedserve.runtime.kv.staged_copies import StagedCopies
+from alignedserve.runtime.kv.staged_copies import StagedCopies, exact_codec
 from lab.costmodel.profile_file import MachineProfile
 from lab.profiling.model_loading import load_decoder
 from lab.profiling.points import CPU_SIZES, GPU_SIZES, PointSizes, fitted_points, held_out_points

@@ -6,10 +6,9 @@ from typing import Any
 from msgspec.structs import asdict
 
 from alignedserve.runtime.engine.engine import Engine
-from alignedserve.runtime.engine.model_loading import noted_progress
 from alignedserve.runtime.engine.ranks.rank_group import make_block_memory
 from alignedserve.runtime.engine.ranks.rank_spec import PartSpec
-from alignedserve.runtime.engine.worker_engine import ConnectStages, LoadedParts
+from alignedserve.runtime.engine.worker_engine import ConnectStages, LoadedParts, noted_progress
 from alignedserve.runtime.model.served_model import ServedModel
 from plugins.stages.local_stages import start_stages
 from plugins.stages.stage_group import StageGroup

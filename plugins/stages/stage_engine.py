@@ -15,7 +15,7 @@ from alignedserve.runtime.engine.ranks.rank_commands import (
     WriteCopies,
 )
 from alignedserve.runtime.engine.swap_space import HostCaches
-from alignedserve.runtime.lora.sequence_adapters import SequenceAdapters
+from alignedserve.runtime.lora.adapter_cache import SequenceAdapters
 from alignedserve.runtime.model.sharding.layer_stages import LayerStage
 from plugins.stages.stage_commands import LendBlocks, RunPart, SettleLoans, StageCommand
 

@@ -12,11 +12,11 @@ from alignedserve.runtime.device.memory_maps import map_file
 from alignedserve.runtime.engine.forward.decoder import Decoder
 from alignedserve.runtime.engine.ranks.rank_spec import PartSpec
 from alignedserve.runtime.kv.block_storage import BlockStorage, Stripe
-from alignedserve.runtime.lora.sequence_adapters import SequenceAdapters
+from alignedserve.runtime.lora.adapter_cache import SequenceAdapters
 from alignedserve.runtime.model.sharding.layer_stages import LayerStage, layer_stages, staged_layout
 from alignedserve.runtime.model.weight_files import load_or_draw
-from alignedserve.runtime.model.weights.decoder_weights import leave_rounded_rows_unwritten
 from alignedserve.runtime.model.weights.product_reader import LoadingObserver
+from alignedserve.runtime.model.weights.weight_loader import leave_rounded_rows_unwritten
 
 _CPU = torch.device("cpu")
 

@@ -20,7 +20,7 @@ from typing_extensions import override
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import SampledToken
 from alignedserve.runtime.attention.sequence_table import IntArray, NewSequence
-from alignedserve.runtime.device.device_work import in_inference_mode
+from alignedserve.runtime.device.accelerator import in_inference_mode
 from alignedserve.runtime.device.streams import DeviceStreams, Event, Stream
 from alignedserve.runtime.engine.engine import Engine
 from alignedserve.runtime.engine.engine_options import NO_OWN_BLOCKS, EngineOptions, OwnBlocks

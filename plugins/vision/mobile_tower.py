@@ -15,8 +15,8 @@ from torch.nn import functional
 
 from alignedserve.runtime.model.weights.safetensors_source import SafetensorsSource
 from alignedserve.runtime.model.weights.weight_source import RandomSource, WeightSource
+from kernels.activation import RmsNorm
 from kernels.linear import Linear
-from kernels.norm import RmsNorm
 from plugins.vision.decoder import Pixels
 from plugins.vision.mobile_config import EdgeBlock, InvertedBlock, MobileConfig, PlacedBlock, QueryBlock
 from plugins.vision.tower import Steps, scaled_pixels

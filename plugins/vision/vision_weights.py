@@ -11,11 +11,9 @@ from alignedserve.runtime.model.decoder.decoder_parts import NormKind
 from alignedserve.runtime.model.weights.product_reader import pairs_of_rows_first
 from alignedserve.runtime.model.weights.safetensors_source import SafetensorsSource
 from alignedserve.runtime.model.weights.weight_source import RandomSource, WeightSource
-from kernels.activation import Gated
-from kernels.clipped import ClippedProducts, Ranges
+from kernels.activation import Gated, LayerNorm, Norm, RmsNorm
 from kernels.feed_forward import FeedForwardPart
-from kernels.linear import AdaptableProjection, Linear, Projection
-from kernels.norm import LayerNorm, Norm, RmsNorm
+from kernels.linear import AdaptableProjection, ClippedProducts, Linear, Projection, Ranges
 from plugins.vision.forms import CHANNELS
 from plugins.vision.vision_config import PairOrder, PositionKind, VisionConfig
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from alignedserve.api.models.model_card import ModelCard
+from alignedserve.api.models.model_services import ModelCard
 from alignedserve.core.request import Request
 from tests.clients.running import run_client
 from tests.gateway.batches.batch_server import listening

@@ -17,7 +17,7 @@ from alignedserve.core.ids import RequestId
 from alignedserve.core.request import SamplingParams
 from alignedserve.messages.iterations import BlocksRelayed, LoadBlocks, OffloadBlocks, RelayBlocks
 from alignedserve.process.process_spec import POOL
-from alignedserve.runtime.kv.block_copier import BlockCopier
+from alignedserve.runtime.kv.candidate_memory import BlockCopier
 from tests.components.work import check, prompts, submitted
 from tests.harnesses.client_gateway import Answer
 from tests.harnesses.clusters.in_process import running, small_config

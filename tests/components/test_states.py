@@ -18,7 +18,7 @@ from alignedserve.config.sections import BatchingConfig, ClusterConfig, PrefixCa
 from alignedserve.core.request import SamplingParams, Slo
 from alignedserve.messages.gateways import RequestFailed
 from alignedserve.prefix_cache.block_hashes import prefix_root
-from alignedserve.runtime.model.hf_config import read_model_config
+from alignedserve.runtime.model.model_files import read_model_config
 from tests.components.test_prefix_pool import ROOT, kept, loaded
 from tests.components.work import check, growing_prompts, prompts
 from tests.harnesses.client_gateway import Answer

@@ -10,7 +10,7 @@ import pytest
 
 from alignedserve.api.backend.cluster import ClusterBackend
 from alignedserve.api.backend.connection import ClusterConnection, ClusterLinks
-from alignedserve.api.models.model_card import ModelCard
+from alignedserve.api.models.model_services import ModelCard
 from alignedserve.api.prefix_hasher import PrefixHasher
 from alignedserve.config.sections import GatewayConfig, PrefixCacheConfig, Topology
 from alignedserve.gateway.app import build_app

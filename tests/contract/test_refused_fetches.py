@@ -23,8 +23,8 @@ from alignedserve.runtime.kv.transfers.block_server import TransferSession
 from alignedserve.runtime.kv.transfers.control_socket import ControlSocket
 from alignedserve.runtime.kv.transfers.host_blocks import ArenaBuffer
 from alignedserve.runtime.kv.transfers.kv_transfer import FetchRequest, OffloadRequest
+from alignedserve.runtime.kv.transfers.local_transfer import ShmTransfer
 from alignedserve.runtime.kv.transfers.requests import plan_fetch, plan_offload
-from alignedserve.runtime.kv.transfers.shm_transfer import ShmTransfer
 from tests.harnesses.transfer import (
     BLOCK_SIZE,
     NUM_POOL_BLOCKS,

@@ -14,8 +14,7 @@ import pytest
 
 from alignedserve.batches.records import Progress
 from alignedserve.batches.repository import BatchRepository, BatchSnapshot
-from alignedserve.batches.stores.sqlite_file import StoreClock, begin_file
-from alignedserve.batches.stores.sqlite_records import DAMAGED, SqliteRecords
+from alignedserve.batches.stores.sqlite_records import DAMAGED, SqliteRecords, StoreClock, begin_file
 from alignedserve.cluster.batch_storage import prepare_records
 from alignedserve.core.errors import ResourceError, StorageDamaged, StoreFull, StoreUnavailable
 from alignedserve.messages.state import AddToIndex, SetValue
@@ -45,7 +44,7 @@ def _make(path: Path) -> None:
 _WRITER = """
 import asyncio, sys
 from pathlib import Path
-from alignedserve.batches.stores.sqlite_file import begin_file
+from alignedserve.batches.stores.sqlite_records import begin_file
 from alignedserve.batches.stores.sqlite_records import SqliteRecords
 from alignedserve.messages.state import AddToIndex, SetValue
 

@@ -13,9 +13,9 @@ from typing_extensions import override
 
 from alignedserve.api.errors import QuotaExceeded, Unavailable
 from alignedserve.batches.location import stores_in
-from alignedserve.batches.log.log_format import LineOutcome, ResultRecord
+from alignedserve.batches.log.disk_log import LineOutcome, ResultRecord
 from alignedserve.batches.records import FileId, ResultKind
-from alignedserve.batches.remote import remote_stores, state_client, state_server
+from alignedserve.batches.remote import remote_stores, state_client
 from alignedserve.batches.remote.remote_stores import RemoteBlobs, RemoteLogs, RemoteRecords
 from alignedserve.batches.remote.state_client import StateClient
 from alignedserve.core.errors import StorageError, StoreUnavailable
@@ -135,9 +135,9 @@ async def test_of_more_calls_than_the_server_takes_at_once_none_is_refused(tmp_p
         client = hosts.client()
         records, blobs = RemoteRecords(client), RemoteBlobs(client)
         await records.commit([SetValue("a", b"1")], unchanged={})
-        begin = [blobs.begin(FileId(f"file-{number:024x}")) for number in range(state_server._MAX_CALLS - 50)]
+        begin = [blobs.begin(FileId(f"file-{number:024x}")) for number in range(remote_stores._MAX_CALLS - 50)]
         begun = asyncio.gather(*begin)
-        found = await asyncio.gather(*(records.read(["a"]) for _ in range(state_server._MAX_CALLS + 50)))
+        found = await asyncio.gather(*(records.read(["a"]) for _ in range(remote_stores._MAX_CALLS + 50)))
         await begun
     assert all(values == [b"1"] for values in found)
 
@@ -251,7 +251,7 @@ async def test_a_count_that_is_not_kept_ends_in_the_own_share(tmp_path: Path) ->
 
 
 async def test_counts_are_not_refused_for_calls_that_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(state_server, "_MAX_CALLS", 0)
+    monkeypatch.setattr(remote_stores, "_MAX_CALLS", 0)
     async with state_hosts(tmp_path, quotas=QuotaPool()) as hosts:
         client = hosts.client(GATEWAYS[0])
         assert (await client.call(UseQuota(None), QuotaAnswer)).wait_s == 0.0

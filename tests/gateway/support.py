@@ -17,7 +17,7 @@ from starlette.applications import Starlette
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from alignedserve.api.backend.interface import ReadinessProbe
-from alignedserve.api.models.model_card import ModelCard
+from alignedserve.api.models.model_services import ModelCard
 from alignedserve.api.prefix_hasher import PrefixHasher
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.request import Request, RequestClass

@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from alignedserve.api.errors import Unavailable
-from alignedserve.api.models.model_card import ModelCard
+from alignedserve.api.models.model_services import ModelCard
 from alignedserve.keys.quotas import Bucket, Charge
 from alignedserve.pocket.phrases import EXAMPLE_QUESTIONS
 from alignedserve.runtime.model.named_models import pocket_folder

@@ -11,7 +11,7 @@ from typing import Any
 
 from llguidance import LLMatcher
 
-from alignedserve.api.models.model_card import ModelCard
+from alignedserve.api.models.model_services import ModelCard
 from alignedserve.core.request import Request
 from alignedserve.runtime.grammar.compiler import PARSER_LIMITS
 from alignedserve.runtime.grammar.vocabulary import grammar_vocabulary

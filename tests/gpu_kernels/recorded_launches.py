@@ -34,10 +34,10 @@ from alignedserve.runtime.engine.engine import Engine, NewSequence
 from alignedserve.runtime.engine.engine_options import EngineOptions
 from alignedserve.runtime.engine.forward.decoder import Decoder
 from alignedserve.runtime.kv.block_storage import BlockStorage
-from alignedserve.runtime.lora.adapter_config import read_adapter_files
+from alignedserve.runtime.lora.adapter_check import read_adapter_files
 from alignedserve.runtime.lora.adapter_weights import load_adapter
 from alignedserve.runtime.model.quantized import source
-from alignedserve.runtime.model.quantized.product_form import Computing
+from alignedserve.runtime.model.quantized.layout import Computing
 from alignedserve.runtime.model.weights import feed_forward_weights
 from alignedserve.runtime.model.weights import product_reader as file_products
 from kernels import gpu_dispatch, linear

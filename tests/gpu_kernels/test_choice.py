@@ -9,8 +9,7 @@ from torch import Tensor
 
 from alignedserve.core.request import SamplingParams
 from kernels import gpu_dispatch as gpu_choice
-from kernels.activation import Gated, gated
-from kernels.norm import RmsNorm, rms_norm
+from kernels.activation import Gated, RmsNorm, gated, rms_norm
 from tests.support.marks import slow
 from tests.support.models.tiny_engines import GREEDY, LogitsProbe, TinyEngine, random_tokens, tiny_decoder
 from tests.support.models.tiny_models import make_tiny_model
@@ -119,7 +118,7 @@ def test_the_reason_is_in_the_log(error: Exception, caplog: pytest.LogCaptureFix
 def test_without_triton_the_log_says_so(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     find_spec = importlib.util.find_spec
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "triton" else find_spec(name))
-    monkeypatch.setattr("kernels.norm.native_level", lambda dtype, device: None)
+    monkeypatch.setattr("kernels.activation.native_level", lambda dtype, device: None)
     for _ in range(2):
         check_results()
     messages = [record.getMessage() for record in caplog.records]

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from kernels import gpu_dispatch
 from kernels.feed_forward import ExpertRouter
-from kernels.sorted_experts import ExpertWeights, StackedProduct, has_grouped_products, rows_by_expert, stacked_experts
+from kernels.grouped_linear import ExpertWeights, StackedProduct, has_grouped_products, rows_by_expert, stacked_experts
 from tests.support.devices.host_reads import NoHostReads
 from tests.support.marks import slow
 
@@ -128,7 +128,7 @@ def test_the_library_is_used_where_it_does_not_read_on_the_host(
             return 2
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr("kernels.sorted_experts.can_launch", lambda name, trial: True)
+    monkeypatch.setattr("kernels.grouped_linear.can_launch", lambda name, trial: True)
     assert has_grouped_products(OnAGpu()) is expected  # type: ignore[arg-type]
 
 

@@ -11,7 +11,7 @@ from alignedserve.runtime.attention.backend import TORCH, TRITON
 from alignedserve.runtime.engine.forward.decoder import Decoder
 from benchmarks.measuring import device_timing
 from kernels import gpu_dispatch as gpu_choice
-from kernels.states.device_rows import state_kernels
+from kernels.states.state_rows import state_kernels
 from tests.support.models.tiny_engines import TinyEngine, random_tokens, tiny_decoder
 from tests.support.models.tiny_models import make_tiny_model
 

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from alignedserve.runtime.engine.forward.decoder import Decoder
 from alignedserve.runtime.model.model_files import read_config
-from alignedserve.runtime.model.quantized.product_form import Computing
+from alignedserve.runtime.model.quantized.layout import Computing
 from alignedserve.runtime.model.weight_files import load_weights
-from alignedserve.runtime.model.weights.decoder_weights import leave_rounded_rows_unwritten
+from alignedserve.runtime.model.weights.weight_loader import leave_rounded_rows_unwritten
 from kernels import gpu_dispatch
 from kernels.float8_linear import Float8Linear, float8_inputs, rounded_inputs
 from tests.support.marks import slow

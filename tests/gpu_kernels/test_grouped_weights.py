@@ -9,8 +9,7 @@ from torch.nn import functional
 
 from kernels import gpu_dispatch
 from kernels.block_formats import dequantize, grouped_blocks
-from kernels.grouped_linear import UNPACKING_ROWS, GroupedLinear, GroupedWeight, Numbers, SortedLinear
-from kernels.sorted_experts import rows_by_expert
+from kernels.grouped_linear import UNPACKING_ROWS, GroupedLinear, GroupedWeight, Numbers, SortedLinear, rows_by_expert
 from tests.support.block_weights import random_blocks
 from tests.support.marks import slow
 

@@ -20,10 +20,12 @@ from alignedserve.runtime.attention.libraries import (
     PYTORCH,
     AttentionLibrary,
     CheckResult,
+    ContextChunks,
+    LibraryChunks,
     PromptChoice,
     installed_libraries,
+    is_worth_gathering,
 )
-from alignedserve.runtime.attention.library_steps import ContextChunks, LibraryChunks, is_worth_gathering
 from alignedserve.runtime.attention.sequence_table import NewSequence, SequenceTable
 from alignedserve.runtime.engine.forward.decoder import Decoder
 from tests.gpu_kernels.library_stand_ins import (

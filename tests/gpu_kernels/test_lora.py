@@ -12,15 +12,14 @@ from alignedserve.runtime.attention.backend import TRITON
 from alignedserve.runtime.device.arrays import FixedArrays
 from alignedserve.runtime.engine.forward.decoder import Decoder
 from alignedserve.runtime.engine.steps.step_passes import CudaCapture
-from alignedserve.runtime.lora.adapter_config import read_adapter_files
+from alignedserve.runtime.lora.adapter_check import read_adapter_files
 from alignedserve.runtime.lora.adapter_weights import load_adapter
 from alignedserve.runtime.model.weights import product_reader as file_products
 from kernels import gpu_dispatch, linear
 from kernels.addend_layout import LayerProduct, ProductShape, site_of, up_column
 from kernels.cpu.lora import LoraModule
-from kernels.device_lora import DevicePlan, cut_tiles, device_kernels
 from kernels.linear import Linear
-from kernels.lora import AdapterMatrices, AdapterRows
+from kernels.lora import AdapterMatrices, AdapterRows, DevicePlan, cut_tiles, device_kernels
 from tests.support.fake_cuda import fake_cuda
 from tests.support.marks import slow
 from tests.support.models.lora_folders import LLAMA_TARGETS, write_adapter

@@ -10,7 +10,7 @@ from alignedserve.core.ids import RequestId
 from alignedserve.runtime.attention.backend import TRITON
 from alignedserve.runtime.engine.engine import NewSequence
 from alignedserve.runtime.engine.forward.decoder import Decoder
-from alignedserve.runtime.engine.steps import step_states as late_states
+from alignedserve.runtime.engine.steps import step as late_states
 from tests.support.marks import slow
 from tests.support.models.ring_engines import RingEngine
 from tests.support.models.tiny_engines import (

@@ -15,7 +15,7 @@ from alignedserve.runtime.attention.backend import TRITON
 from alignedserve.runtime.device_check import self_check
 from alignedserve.runtime.device_check.self_check import CheckPlan, Computer, obstacle_of
 from alignedserve.runtime.model.device_kinds import BLOCKS, KINDS, RINGS
-from alignedserve.runtime.model.hf_config import parse_model_config
+from alignedserve.runtime.model.model_files import parse_model_config
 from alignedserve.runtime.model.weights import feed_forward_weights
 from kernels import gpu_dispatch
 from tests.support.marks import slow

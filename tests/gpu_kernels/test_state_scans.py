@@ -9,13 +9,13 @@ from alignedserve.runtime.device.arrays import to_device
 from kernels.cpu.state_scans import GatedForm
 from kernels.states import delta_rule, state_space
 from kernels.states.convolution import ConvolutionGates, causal_convolution
+from kernels.states.delta_rule import GatedRows
 from kernels.states.state_rows import NO_BLOCK, StateParts, StateRows
-from kernels.states.steps import GatedRows
 
 pytest.importorskip("triton")
 
 from kernels.gpu import state_convolutions, state_scans
-from kernels.states.device_rows import DeviceStatePlan, DeviceStateRows, StateKernels
+from kernels.states.state_rows import DeviceStatePlan, DeviceStateRows, StateKernels
 
 pytestmark = pytest.mark.slow
 

@@ -27,11 +27,11 @@ from alignedserve.runtime.device.streams import CudaStreams, HostStreams
 from alignedserve.runtime.engine.engine import COMPUTE
 from alignedserve.runtime.engine.engine_sizes import LAYERS_AHEAD
 from alignedserve.runtime.engine.forward.decoder import Decoder
+from alignedserve.runtime.engine.model_executor import PassPace
 from alignedserve.runtime.engine.steps import step_passes as cuda_graphs
 from alignedserve.runtime.engine.swap_space import SlotSwapSpace, SwapSpace
-from alignedserve.runtime.engine.urgent_iterations import PassPace
 from alignedserve.runtime.kv.shm_arena import Arena
-from alignedserve.runtime.model.hf_config import parse_model_config
+from alignedserve.runtime.model.model_files import parse_model_config
 from alignedserve.runtime.model.weight_files import load_weights
 from tests.harnesses.engine_histories import (
     BLOCK_SIZE,

@@ -21,11 +21,10 @@ from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.kv.shm_arena import Arena
 from alignedserve.runtime.kv.staged_copies import CopyLanes
 from alignedserve.runtime.kv.transfers.block_server import BlockServer
-from alignedserve.runtime.kv.transfers.device_buffer import DeviceBuffer
 from alignedserve.runtime.kv.transfers.host_blocks import ArenaBuffer
 from alignedserve.runtime.kv.transfers.kv_transfer import KVTransfer
 from alignedserve.runtime.kv.transfers.process_pair import open_channel
-from alignedserve.runtime.kv.transfers.requests import ChannelTransfer, IpcTransfer
+from alignedserve.runtime.kv.transfers.requests import ChannelTransfer, DeviceBuffer, IpcTransfer
 
 SECRET = b"t" * 32
 OWNER = Identity(Role.PREFILL_WORKER, "prefill-0", SECRET, peer_timeout_s=20.0)  # a device is slow to begin

@@ -20,12 +20,11 @@ from alignedserve.process.tls import CertificateAuthority
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.kv.shm_arena import Arena
 from alignedserve.runtime.kv.transfers.block_server import BlockServer
-from alignedserve.runtime.kv.transfers.device_buffer import DeviceBuffer
 from alignedserve.runtime.kv.transfers.host_blocks import ArenaBuffer
 from alignedserve.runtime.kv.transfers.kv_transfer import FetchRequest, KVTransfer, OffloadRequest
+from alignedserve.runtime.kv.transfers.local_transfer import ShmTransfer
 from alignedserve.runtime.kv.transfers.process_pair import open_channel
-from alignedserve.runtime.kv.transfers.requests import ChannelTransfer, IpcTransfer
-from alignedserve.runtime.kv.transfers.shm_transfer import ShmTransfer
+from alignedserve.runtime.kv.transfers.requests import ChannelTransfer, DeviceBuffer, IpcTransfer
 from tests.harnesses.owner_process import ProcessMedium
 from tests.support.devices.cpu_accelerator import cpu_lanes
 from tests.support.samples import blocks

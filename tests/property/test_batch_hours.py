@@ -7,10 +7,9 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from alignedserve.batches.hours import Hours, parse_hours
+from alignedserve.batches.hours import Hours, may_start, open_time_left, parse_hours, reason_to_wait
 from alignedserve.batches.logic import AllLinesRecorded, PauseRequested, ResumeRequested, Validated, advance
 from alignedserve.batches.records import BatchRecord, BatchStatus
-from alignedserve.batches.schedule import may_start, open_time_left, reason_to_wait
 from tests.support.batch_samples import batch_record
 
 DAYS = ("Mon", "Tue", "Wed", "Thu", "Fri", "Sat", "Sun")

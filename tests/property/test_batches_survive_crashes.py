@@ -21,7 +21,7 @@ from alignedserve.batches.driver import BatchDriver
 from alignedserve.batches.interfaces import LineFailed, LineRejected, LineRequest, LineResponse, ModelState
 from alignedserve.batches.location import stores_in
 from alignedserve.batches.log import disk_log
-from alignedserve.batches.log.log_format import ResultRecord
+from alignedserve.batches.log.disk_log import ResultRecord
 from alignedserve.batches.logic import BatchEvent
 from alignedserve.batches.records import (
     BACKGROUND,

@@ -6,7 +6,7 @@ from typing import Any
 
 import orjson
 
-from alignedserve.api.anthropic.bodies import THREAD_UNSUPPORTED, MessagesRequest
+from alignedserve.api.anthropic.message_request import THREAD_UNSUPPORTED, MessagesRequest
 from alignedserve.api.errors import Overloaded, error_message, http_error_of
 from alignedserve.api.openai.choice_decoder import ChoiceDelta
 from alignedserve.api.openai.generation import Generation

@@ -1,7 +1,6 @@
 """Cuts the body of a message batch into requests as it arrives: a body of any size takes little memory.
 
-A whole request is parsed later, within the bounds of every body; this module only finds its end.
-"""
+A whole request is parsed later, within the bounds of every body; this module only finds its end."""
 
 import re
 from collections.abc import Generator

@@ -6,8 +6,7 @@ with its last token, by `abort`, or by failing: rejected or failed by the router
 one task watches for all requests. While the router is lost, requests with tokens go on, as workers need no router, and
 those without wait for the next one, as do those that come meanwhile.
 Only the gateway knows which tokens the client has: when the router reports that a request was interrupted, or connects
-again after a loss, the gateway sends it the position to resume from.
-"""
+again after a loss, the gateway sends it the position to resume from."""
 
 import asyncio
 import logging
@@ -112,9 +111,7 @@ class UnfinishedRequest:
 
     def tell_gap(self, now: float) -> bool:
         """Note a resend to the router. Return whether the last resend was for this gap, and its worker goes on behind.
-
-        Only a new attempt closes such a gap: the worker and its tokens behind the gap are forgotten.
-        """
+        Only a new attempt closes such a gap: the worker and its tokens behind the gap are forgotten."""
         is_lasting = self.has_gap and self._gap_told_s is not None and self._last_early_s > self._gap_told_s
         if is_lasting:
             self._out_of_order.clear()
@@ -270,10 +267,8 @@ class ClusterBackend:
         return request_id in self._open
 
     def on_linked(self, peer: Peer) -> None:
-        """Register with the router and resume every open request there: a restarted router knows none.
-
-        Requests since the loss are new to the router, which may reject them.
-        """
+        """Register with the router and resume every open request there: a restarted router knows none. Requests since
+        the loss are new to the router, which may reject them."""
         self._router = peer.name
         self._links.send(peer.name, GatewayRegistered(self._links.links.node))
         self._send_all(peer.name, self._open.values())
@@ -296,11 +291,9 @@ class ClusterBackend:
                 self._latest_attempt = max(self._latest_attempt, message.latest_attempt)
 
     def on_lost(self, peer: Peer) -> None:
-        """Wait for a router that is lost: every open request is resumed at the next one.
-
-        A lost worker's last tokens may not have arrived although it reported the request as finished: the router is
-        asked to resume from here, which it ignores for requests that it knows to be running.
-        """
+        """Wait for a router that is lost: every open request is resumed at the next one. A lost worker's last tokens
+        may not have arrived although it reported the request as finished: the router is asked to resume from here,
+        which it ignores for requests that it knows to be running."""
         if peer.name != self._router:
             lost = [item for item in self._open.values() if item.last_worker in (None, peer.name) or item.has_gap]
             for entry in lost:
@@ -318,10 +311,8 @@ class ClusterBackend:
             self._send(router, entry)
 
     def _send(self, router: str, entry: UnfinishedRequest) -> None:
-        """Send a request to the router, as much at once as holds up no stream and breaks no link.
-
-        The others follow a few at a time (_watch_deadlines).
-        """
+        """Send a request to the router, as much at once as holds up no stream and breaks no link. The others follow a
+        few at a time (_watch_deadlines)."""
         kind = entry.request.request_class
         num_before, num_bytes = self._num_resent_bytes[kind], entry.num_bytes
         if num_before and num_before + num_bytes > _MOST_BYTES_AT_ONCE[kind]:
@@ -430,11 +421,9 @@ class ClusterBackend:
             entry.stream.fail(error)
 
     def _patience_s(self, entry: UnfinishedRequest, now: float) -> float:
-        """Return for how long the request may be silent. Best effort waits for all chat before it, and may pause.
-
-        Chat that has begun pauses where memory is short. While others are served it has not been forgotten, and what
-        its client has is not thrown away: only where nothing is computed at all the short time counts.
-        """
+        """Return for how long the request may be silent. Best effort waits for all chat before it, and may pause. Chat
+        that has begun pauses where memory is short. While others are served it has not been forgotten, and what its
+        client has is not thrown away: only where nothing is computed at all the short time counts."""
         request, config = entry.request, self._config
         if entry.is_best_effort:
             return max(config.best_effort_timeout_s, _LATENESS * (request.slo.deadline_s or 0.0))

@@ -40,11 +40,9 @@ class CompletionBackend(Protocol):
 
 
 class RequestStream:
-    """Tokens of one request: an async iterator that ends after `finish_reason` or with a GenerationError.
-
-    The backend pushes, one reader iterates. Tokens for a busy reader come as one item. A reader
-    that stops early must abort the request at the backend.
-    """
+    """Tokens of one request: an async iterator that ends after `finish_reason` or with a GenerationError. The backend
+    pushes, one reader iterates. Tokens for a busy reader come as one item. A reader that stops early must abort the
+    request at the backend."""
 
     def __init__(self, request: Request) -> None:
         # Set by the backend with the first tokens, or the end where there are none.

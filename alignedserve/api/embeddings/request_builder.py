@@ -6,16 +6,10 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, PlainValidator, ValidationError
 
-from alignedserve.api.models.model_card import PromptServices
-from alignedserve.api.models.model_services import ModelServices
-from alignedserve.api.openai.bodies import (
-    MAX_CACHE_SALT_LEN,
-    PromptForms,
-    ServiceTierName,
-    checked_prompt,
-)
-from alignedserve.api.openai.generation_request import Arrival, CallTerms, GenerationRequest
+from alignedserve.api.models.model_services import ModelServices, PromptServices
+from alignedserve.api.openai.bodies import MAX_CACHE_SALT_LEN, PromptForms, ServiceTierName, checked_prompt
 from alignedserve.api.openai.prompt_encoding import Prompt, Prompts, encode_prompts, param_at
+from alignedserve.api.openai.request_builder import Arrival, CallTerms, GenerationRequest
 from alignedserve.api.schema import Priority, Schema
 from alignedserve.core.errors import ContextTooLong, InvalidRequest
 from alignedserve.core.request import SamplingParams, Slo
@@ -97,17 +91,11 @@ DOCUMENT_PROMPTS = ("document", "passage", "corpus")
 
 
 async def encode_texts(
-    texts: PromptForms,
-    services: PromptServices,
-    *,
-    param: str,
-    prompt: str = "",
-    truncate_to: int | None = None,
+    texts: PromptForms, services: PromptServices, *, param: str, prompt: str = "", truncate_to: int | None = None
 ) -> list[Prompt]:
     """Return the prompts of texts, `prompt` before each, or of token ids as they are.
 
-    `truncate_to`: as `truncate_prompt_tokens`. Raises InvalidRequest, ContextTooLong naming `param`.
-    """
+    `truncate_to`: as `truncate_prompt_tokens`. Raises InvalidRequest, ContextTooLong naming `param`."""
     check_not_empty(texts, param)
     is_text = isinstance(texts, str) or isinstance(texts[0], str)
     is_whole = truncate_to is None
@@ -119,17 +107,10 @@ async def encode_texts(
 
 
 async def encode_pairs(
-    first: Sequence[str],
-    second: Sequence[str],
-    services: PromptServices,
-    *,
-    param: str,
-    truncate_to: int | None = None,
+    first: Sequence[str], second: Sequence[str], services: PromptServices, *, param: str, truncate_to: int | None = None
 ) -> list[Prompt]:
-    """Return the prompts of as many pairs as there are second texts; a single first one is paired with all.
-
-    The first texts are not empty. Raises InvalidRequest, ContextTooLong naming `param`.
-    """
+    """Return the prompts of as many pairs as there are second texts; a single first one is paired with all. The first
+    texts are not empty. Raises InvalidRequest, ContextTooLong naming `param`."""
     check_not_empty(second, param)
     most = services.config.max_concurrent_requests
     if len(second) > most:
@@ -155,10 +136,8 @@ def check_not_empty(texts: PromptForms | Sequence[str], param: str) -> None:
 
 
 def prompt_named(embedding: EmbeddingConfig | None, name: str | None) -> str:
-    """Return what is put before a text: the prompt of this name, or the default one.
-
-    Raises InvalidRequest listing the names that there are.
-    """
+    """Return what is put before a text: the prompt of this name, or the default one. Raises InvalidRequest listing the
+    names that there are."""
     prompts = dict(embedding.prompts) if embedding is not None else {}
     if name is None:
         name = embedding.default_prompt if embedding is not None else None
@@ -261,9 +240,7 @@ async def build_score_request(
 
 async def pair_prompts(body: ScoreRequest | RerankRequest, services: PromptServices) -> Prompts:
     """Return the prompts that compare texts: a cross-encoder's one per pair, else one per text, second ones last.
-
-    Raises InvalidRequest.
-    """
+    Raises InvalidRequest."""
     sides, encoder, truncate_to = PairSides.of(body), services.model.encoder, body.truncate_prompt_tokens
     param = sides.param
     check_not_empty(sides.first, sides.first_param)

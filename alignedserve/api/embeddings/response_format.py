@@ -20,10 +20,8 @@ ScoreReader = Callable[[Sequence[bytes]], list[float]]  # of what the workers co
 
 
 def unit_vectors(embeddings: Sequence[bytes], dimensions: int | None = None) -> Vectors:
-    """Return embeddings, or the first `dimensions` of each, as rows of length 1 [texts, width].
-
-    Raises GenerationFailed for one that has no direction.
-    """
+    """Return embeddings, or the first `dimensions` of each, as rows of length 1 [texts, width]. Raises GenerationFailed
+    for one that has no direction."""
     rows = np.stack([np.frombuffer(embedding, "<f4") for embedding in embeddings])[:, :dimensions]
     lengths = np.linalg.norm(rows, axis=1, keepdims=True)
     if not (np.isfinite(lengths).all() and (lengths > 0.0).all()):
@@ -33,10 +31,8 @@ def unit_vectors(embeddings: Sequence[bytes], dimensions: int | None = None) -> 
 
 
 def cosines(embeddings: Sequence[bytes], num_second: int) -> list[float]:
-    """Return the cosine of each pair of texts, the second ones last; a single first one is paired with all.
-
-    Raises GenerationFailed.
-    """
+    """Return the cosine of each pair of texts, the second ones last; a single first one is paired with all. Raises
+    GenerationFailed."""
     vectors = unit_vectors(embeddings)
     first, second = vectors[:-num_second], vectors[-num_second:]
     products = np.einsum("ij,ij->i", *np.broadcast_arrays(first, second))

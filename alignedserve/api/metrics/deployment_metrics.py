@@ -2,8 +2,7 @@
 
 A deployment other than a cluster's first has a second label, `deployment`: for a while two may have one name, while
 the first of them is replaced. It is the lowest number that none has at the time, and not the deployment's own: a model
-on demand has a new one each time it wakes, and would leave series behind without end.
-"""
+on demand has a new one each time it wakes, and would leave series behind without end."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -106,11 +105,9 @@ _COUNTERS: tuple[tuple[str, str, Callable[[ClusterStatus], float]], ...] = (
 
 
 class _GrowingTotals:
-    """Totals of a deployment, some of which its router adds up over the workers that are there.
-
-    A lost worker takes its part away. For Prometheus that is a restart of the counter, and all that is left has grown
-    anew: so what was taken away is added again.
-    """
+    """Totals of a deployment, some of which its router adds up over the workers that are there. A lost worker takes its
+    part away. For Prometheus that is a restart of the counter, and all that is left has grown anew: so what was taken
+    away is added again."""
 
     def __init__(self) -> None:
         self._last: dict[str, float] = {}
@@ -139,10 +136,8 @@ class _Deployment:
     totals: _GrowingTotals
 
     def labels_of(self, labels: Mapping[str, str]) -> dict[str, str]:
-        """Return the labels of a sample with those of this deployment.
-
-        A worker has the former name of its kind, which dashboards know: worker-0 was decode-0 before version 0.2.
-        """
+        """Return the labels of a sample with those of this deployment. A worker has the former name of its kind, which
+        dashboards know: worker-0 was decode-0 before version 0.2."""
         all_labels = {**labels, "model_name": self.model_name}
         if self.number is not None:
             all_labels["deployment"] = str(self.number)
@@ -345,9 +340,7 @@ def _cache_config(status: ClusterStatus) -> Metric:
 
 def _adapters(adapters: AdapterLoads, time_s: float) -> Metric:
     """Return the adapters at work as vLLM names them in labels; an endpoint picker takes the sample of the latest time.
-
-    A name with a comma is left out, as it would be read as two.
-    """
+    A name with a comma is left out, as it would be read as two."""
     family = GaugeMetricFamily(
         "vllm:lora_requests_info",
         "Time of the report, in seconds since 1970; LoRA adapters of requests that run, and of those that all wait.",

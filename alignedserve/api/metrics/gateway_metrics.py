@@ -1,7 +1,6 @@
 """Metrics of the gateway, by the names that dashboards for vLLM read, and of its deployments, from routers' reports.
 
-Never a request id in a label.
-"""
+Never a request id in a label."""
 
 import math
 from bisect import bisect_left
@@ -232,8 +231,7 @@ class ModelMetrics:
     def count_left(self, request: Request, ttft_s: float | None, gap_s: float, waited_s: float) -> None:
         """Count a choice whose client left, and of its objectives what is known: who leaves has often waited too long.
 
-        `ttft_s`: None: its first token had not come. `gap_s`: the mean gap until the client left.
-        """
+        `ttft_s`: None: its first token had not come. `gap_s`: the mean gap until the client left."""
         self.count_finished("abort")
         until_then_s = {"ttft": waited_s if ttft_s is None else ttft_s, "tpot": gap_s, "deadline": waited_s}
         for objective, target_s in request.slo.targets:
@@ -270,16 +268,11 @@ class GatewayMetrics:
             self._rejected.labels(reason)
 
     def add_model(
-        self,
-        model_name: str,
-        backend: CompletionBackend,
-        deployment_id: str = "",
-        default_slo: Callable[[], Slo] = Slo,
+        self, model_name: str, backend: CompletionBackend, deployment_id: str = "", default_slo: Callable[[], Slo] = Slo
     ) -> ModelMetrics:
         """Show the reports of the deployment behind this backend; return the metrics of the model's requests.
 
-        `default_slo`: returns the objectives of its requests that name none.
-        """
+        `default_slo`: returns the objectives of its requests that name none."""
         self._deployments.add(model_name, backend, deployment_id, default_slo)
         return ModelMetrics(model_name, self._families)
 

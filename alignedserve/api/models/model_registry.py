@@ -8,8 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from alignedserve.api.errors import Overloaded, ResourceUnavailable, Unavailable, UnknownModel
-from alignedserve.api.models.model_card import ModelCard
-from alignedserve.api.models.model_services import ModelServices
+from alignedserve.api.models.model_services import ModelCard, ModelServices
 from alignedserve.core.request import LoraAdapter, RequestClass
 from alignedserve.keys.entry import KeyEntry
 
@@ -17,10 +16,8 @@ _RETRY_S = 5.0
 
 
 class WaitingLine:
-    """The requests of one process that wait, by the names of their models. All methods run on one loop.
-
-    Each class has places of its own: documents that wait, however many, take none of chat's.
-    """
+    """The requests of one process that wait, by the names of their models. All methods run on one loop. Each class has
+    places of its own: documents that wait, however many, take none of chat's."""
 
     def __init__(self, most: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._most = most
@@ -45,8 +42,7 @@ class WaitingLine:
 
         `problem`: returns None then, and an empty text while it sleeps; any other text is why it cannot be loaded.
         Raises Unavailable with that, or when the patience is over; where too many of its class wait, Overloaded or
-        ResourceUnavailable.
-        """
+        ResourceUnavailable."""
         with self._waiting(name, request_class):
             try:
                 async with asyncio.timeout(patience_s):
@@ -144,10 +140,8 @@ class ModelRegistry:
         self._names |= dict.fromkeys(model.card.aliases, model.card.name)
 
     def replace_all(self, models: Sequence[RegisteredModel], expected: Collection[str] = ()) -> None:
-        """Replace all models. `expected`: names of further models, served soon.
-
-        Threads that read bodies look here meanwhile: they find a model that stays at every moment.
-        """
+        """Replace all models. `expected`: names of further models, served soon. Threads that read bodies look here
+        meanwhile: they find a model that stays at every moment."""
         self._expected |= frozenset(expected)
         self._names = {alias: model.card.name for model in models for alias in model.card.aliases}
         self._models = {model.card.name: model for model in models}
@@ -201,10 +195,8 @@ class ModelRegistry:
         return (model.problem if model is not None and model.is_asleep else "") if is_asleep else None
 
     def find(self, name: str | None) -> ModelServices:
-        """Return the model of this name; None means the first one. Raises UnknownModel.
-
-        Raises Unavailable for one that is still loaded.
-        """
+        """Return the model of this name; None means the first one. Raises UnknownModel. Raises Unavailable for one that
+        is still loaded."""
         services = self._registered(name).services
         if services is None:
             raise Unavailable("The model is not loaded yet.")

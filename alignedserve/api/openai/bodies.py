@@ -445,11 +445,8 @@ class ChatCompletionRequest(GenerationFields, ConversationFields):
 
 
 def checked_prompt(prompt: Any) -> PromptForms:
-    """Return the prompt if its form is one of PROMPT_FORMS.
-
-    Checked by hand: a union would try every form on every item, and report every item of every form. Raises
-    ValueError.
-    """
+    """Return the prompt if its form is one of PROMPT_FORMS. Checked by hand: a union would try every form on every
+    item, and report every item of every form. Raises ValueError."""
     items = prompt if isinstance(prompt, list) else [prompt]
     kind = type(items[0]) if items else None
     is_uniform = all(type(item) is kind for item in items)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from alignedserve.api.conversation import Constraint, Conversation, OfferedTool
 from alignedserve.api.errors import named
 from alignedserve.api.harmony import CALL, HarmonyGrammar
-from alignedserve.api.models.model_card import ChatModel
+from alignedserve.api.models.model_services import ChatModel
 from alignedserve.api.openai.output_parser import OutputFormat
 from alignedserve.api.reasoning import thought_rules, thought_symbols
 from alignedserve.api.schema import IgnoredFields
@@ -55,8 +55,7 @@ async def chat_grammar(
 ) -> str:
     """Return the grammar that the answer is decoded under; empty: anything goes. Raises InvalidRequest.
 
-    `ignored`: gets what tools' schemas say that calls are not held to; None: it is refused.
-    """
+    `ignored`: gets what tools' schemas say that calls are not held to; None: it is refused."""
     part, budget_param = await _answer_part(constraint, model, turn), conversation.names.thinking_budget
     if conversation.thinking_budget is not None and form.reasoning is None:
         raise InvalidRequest("This is not a reasoning model.", param=budget_param)
@@ -132,11 +131,7 @@ async def _hold_less(form: ToolFormat, schemas: _ToolSchemas, model: ChatModel, 
 
 
 def _written(
-    conversation: Conversation,
-    form: OutputFormat,
-    model: ChatModel,
-    part: GrammarPart | None,
-    schemas: _ToolSchemas,
+    conversation: Conversation, form: OutputFormat, model: ChatModel, part: GrammarPart | None, schemas: _ToolSchemas
 ) -> str:
     as_literal = partial(_literal, model)
     tools: list[CallableTool] = []
@@ -146,29 +141,19 @@ def _written(
     if form.is_harmony:
         skeleton = _harmony_rules(conversation, form, as_literal, model, tools, has_part=part is not None)
     else:
-        skeleton = _skeleton(conversation, form, part, as_literal, tools)
+        budget = conversation.thinking_budget
+        answer, is_text = _answer(conversation, form.tools, part, as_literal)
+        rules = [_TEXT, _GAP]
+        thought = ""
+        if form.reasoning is not None:
+            gap = "" if is_text else "GAP?"
+            thought = thought_symbols(form.thought_start, gap, is_bounded=budget is not None)
+            rules.append(thought_rules(form.reasoning, as_literal, budget))
+        if form.tools is not None:
+            calls = call_rules(form.tools, tools, as_literal, is_parallel=conversation.has_parallel_calls)
+            rules += [calls, lead_rules(form.tools, as_literal)] if conversation.tool_choice.mode == "auto" else [calls]
+        skeleton = "\n".join([f"start: {thought} answer", f"answer: {answer}", *rules])
     return serialize(skeleton, {"content": part} if part is not None else {})
-
-
-def _skeleton(
-    conversation: Conversation,
-    form: OutputFormat,
-    part: GrammarPart | None,
-    as_literal: Literal,
-    tools: Sequence[CallableTool],
-) -> str:
-    budget = conversation.thinking_budget
-    answer, is_text = _answer(conversation, form.tools, part, as_literal)
-    rules = [_TEXT, _GAP]
-    thought = ""
-    if form.reasoning is not None:
-        gap = "" if is_text else "GAP?"
-        thought = thought_symbols(form.thought_start, gap, is_bounded=budget is not None)
-        rules.append(thought_rules(form.reasoning, as_literal, budget))
-    if form.tools is not None:
-        calls = call_rules(form.tools, tools, as_literal, is_parallel=conversation.has_parallel_calls)
-        rules += [calls, lead_rules(form.tools, as_literal)] if conversation.tool_choice.mode == "auto" else [calls]
-    return "\n".join([f"start: {thought} answer", f"answer: {answer}", *rules])
 
 
 def _harmony_rules(

@@ -41,10 +41,8 @@ class HeldLogprobs:
         self._num_decoded += length
 
     def add_text(self, length: int, content_length: int) -> None:
-        """Divide the next characters of the answer: they are content, or nothing of them is.
-
-        A token with any character of the content belongs to the content, even if its space is hidden.
-        """
+        """Divide the next characters of the answer: they are content, or nothing of them is. A token with any character
+        of the content belongs to the content, even if its space is hidden."""
         self._is_in_content = content_length > 0 or (length == 0 and self._is_in_content)
         end = self._num_divided + length
         while self._undivided and self._undivided[0].text_offset < end:
@@ -249,10 +247,8 @@ def _by_call(deltas: Sequence[ToolCallDelta]) -> tuple[ToolCallDelta, ...]:
 
 
 def _pieces(runs: Sequence[OutputRun], logprobs: Sequence[OffsetLogprob], start: int) -> tuple[ChoiceDelta, ...]:
-    """Return the runs as deltas in their order, where one delta has another; `start`: of their text in the content.
-
-    Of an answer in channels a thought may follow words to the user, and both may follow a call.
-    """
+    """Return the runs as deltas in their order, where one delta has another; `start`: of their text in the content. Of
+    an answer in channels a thought may follow words to the user, and both may follow a call."""
     groups: list[list[OutputRun]] = [[]]
     last = 0  # of reasoning, content, calls: which the group has come to
     for run in runs:

@@ -11,7 +11,7 @@ from alignedserve.api.backend.interface import GeneratedTokens, RequestStream
 from alignedserve.api.errors import ClientDisconnected, GrammarFailed, Overloaded
 from alignedserve.api.models.model_services import ModelServices
 from alignedserve.api.openai.choice_decoder import ChoiceDecoder, ChoiceDelta
-from alignedserve.api.openai.generation_request import GenerationRequest
+from alignedserve.api.openai.request_builder import GenerationRequest
 from alignedserve.api.timelines.timeline import REQUEST_ID_HEADER, CallFacts, Timeline, plain_request_id
 from alignedserve.api.work_lanes import NODE_LEN
 from alignedserve.core.request import FinishReason, Request, RequestClass
@@ -27,10 +27,8 @@ _CLASSES = {RequestClass.REAL_TIME: REAL_TIME, RequestClass.BEST_EFFORT: BEST_EF
 
 
 class Generation:
-    """An async context manager: entering submits every choice, leaving aborts unfinished ones.
-
-    Of many texts without answers only the first are submitted then, and each following one as another ends.
-    """
+    """An async context manager: entering submits every choice, leaving aborts unfinished ones. Of many texts without
+    answers only the first are submitted then, and each following one as another ends."""
 
     def __init__(self, request: GenerationRequest, services: ModelServices) -> None:
         self.request = request
@@ -152,10 +150,8 @@ class Generation:
                 yield choice.index, self._decode(choice, new)
 
     def call_when_ready(self, reader: Callable[[], None]) -> None:
-        """Call this, instead of waking `deltas`, in the turn of the loop after `read_new` has something.
-
-        It must not raise.
-        """
+        """Call this, instead of waking `deltas`, in the turn of the loop after `read_new` has something. It must not
+        raise."""
         self._reader = partial(self._services.readers.call, reader)
 
     def _call_reader(self) -> None:
@@ -224,7 +220,12 @@ class Generation:
         self.num_generated_tokens += decoder.num_tokens - num_tokens
         self.num_reasoning_tokens += decoder.num_reasoning_tokens - num_reasoning_tokens
         if choice.num_cached_tokens != choice.stream.num_cached_tokens:
-            self._count_cached(choice)
+            num_per_prompt = len(self.request.requests) // len(self.request.prompts)
+            first = choice.index - choice.index % num_per_prompt
+            of_prompt = self._choices[first : first + num_per_prompt]
+            num_before = min(sibling.num_cached_tokens for sibling in of_prompt)
+            choice.num_cached_tokens = choice.stream.num_cached_tokens
+            self.num_cached_tokens += min(sibling.num_cached_tokens for sibling in of_prompt) - num_before
         now = time.monotonic()
         if choice.measure(len(new.token_ids), now) and self._timeline is not None:
             self._timeline.first_token(choice.index, now, choice.stream.num_cached_tokens)
@@ -233,14 +234,6 @@ class Generation:
             choice.has_ended = new.finish_reason is not None
             self._finish(choice, delta.finish_reason.value, now)
         return delta
-
-    def _count_cached(self, choice: "_Choice") -> None:
-        num_per_prompt = len(self.request.requests) // len(self.request.prompts)
-        first = choice.index - choice.index % num_per_prompt
-        of_prompt = self._choices[first : first + num_per_prompt]
-        num_before = min(sibling.num_cached_tokens for sibling in of_prompt)
-        choice.num_cached_tokens = choice.stream.num_cached_tokens
-        self.num_cached_tokens += min(sibling.num_cached_tokens for sibling in of_prompt) - num_before
 
     def _finish(self, choice: "_Choice", reason: str, now: float) -> None:
         choice.count_finished(reason)

@@ -119,8 +119,7 @@ class MarkParser:
 def unmarked(run: OutputRun, *, shows_names: bool) -> list[OutputRun]:
     """Return a parser's run in pieces of which none shows a `control_mark`.
 
-    `shows_names`: control tokens where no parser looks for them have their plain names; they are hidden otherwise.
-    """
+    `shows_names`: control tokens where no parser looks for them have their plain names; they are hidden otherwise."""
     texts = (run.content, run.reasoning, *[call.arguments for call in run.tool_calls])
     if not any(MARK_START in text for text in texts):
         return [run]

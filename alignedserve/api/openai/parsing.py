@@ -155,9 +155,7 @@ def parse(
     schema: type[SchemaT], fields: dict[str, Any], ignored: IgnoredFields | None = None, *, parent: str = ""
 ) -> SchemaT:
     """Return the fields as a checked schema. Raises InvalidRequest naming the field, which stands behind `parent`.
-
-    `ignored` gets the fields that the schema does not know; None: the first one is refused.
-    """
+    `ignored` gets the fields that the schema does not know; None: the first one is refused."""
     try:
         parsed = schema.model_validate({name: value for name, value in fields.items() if value is not None})
     except ValidationError as error:
@@ -231,9 +229,7 @@ def _is_neutral(value: Any, neutral_values: tuple[Any, ...]) -> bool:
 
 def without_fields_of_chat(body: dict[str, Any], schema: type[Schema]) -> dict[str, Any]:
     """Return a body of another API, whose schema this is. Raises InvalidRequest for a field of chat completions in it.
-
-    Its client would not get what the field asks for, such as a limit of tokens or a constraint.
-    """
+    Its client would not get what the field asks for, such as a limit of tokens or a constraint."""
     others = {name: neutral for name, neutral in _FIELDS_OF_CHAT.items() if name not in schema.model_fields}
     return without_neutral(body, others)
 

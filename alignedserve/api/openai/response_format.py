@@ -76,10 +76,8 @@ def prompt_logprobs(
 
 
 def encoded(entries: Iterable[Any]) -> list[orjson.Fragment]:
-    """Return entries as they stand in a body: no more than one at a time is held as objects.
-
-    Else a collection of garbage looks at millions of them, and encoding them at once lets no other thread run.
-    """
+    """Return entries as they stand in a body: no more than one at a time is held as objects. Else a collection of
+    garbage looks at millions of them, and encoding them at once lets no other thread run."""
     return [orjson.Fragment(orjson.dumps(entry)) for entry in entries]
 
 
@@ -88,10 +86,8 @@ def concatenate(first: dict[str, list[Any]], second: dict[str, list[Any]]) -> di
 
 
 def _prompt_offsets(prompt: Prompt, tokenizer: Tokenizer) -> list[int]:
-    """Return where each token begins in the prompt's text.
-
-    A special token has no length where it was added to the text, or left out of one that was made of token ids.
-    """
+    """Return where each token begins in the prompt's text. A special token has no length where it was added to the
+    text, or left out of one that was made of token ids."""
     stream, offset = tokenizer.stream(), 0
     offsets = []
     for token_id in prompt.token_ids:
@@ -407,13 +403,10 @@ class CompletionFormatter(ResponseFormatter):
         generated = completion_logprobs(_logprobs_of(deltas), self._names, first_offset=first_offset)
         if not begins_with_prompt:
             return generated
-        echoed = self._echoed_logprobs(prompt, deltas)
-        return concatenate(echoed, generated)
-
-    def _echoed_logprobs(self, prompt: Prompt, deltas: Sequence[ChoiceDelta]) -> dict[str, list[Any]]:
         num_top = self._request.requests[0].sampling.num_logprobs or 0
         scores = [replace(entry, top=entry.top[:num_top]) for entry in _prompt_scores(deltas)]
-        return echoed_logprobs(prompt, scores, self._tokenizer, self._names)
+        echoed = echoed_logprobs(prompt, scores, self._tokenizer, self._names)
+        return concatenate(echoed, generated)
 
 
 def _message(deltas: Sequence[ChoiceDelta], *, calls_functions: bool) -> dict[str, Any]:

@@ -35,7 +35,13 @@ def conversation_of_chat(body: ConversationFields) -> Conversation:
         raise InvalidRequest(
             "add_generation_prompt and continue_final_message cannot both be true.", param="add_generation_prompt"
         )
-    _check_functions(body)
+    mode = "auto" if body.function_call is None else body.function_call.mode
+    if body.functions and body.tools:
+        refuse("functions", "it cannot be combined with tools")
+    if not body.functions and (mode == "required" or (mode == "none" and body.tools)):
+        refuse("function_call", "it needs functions")
+    if body.functions and body.tool_choice != ToolChoice():
+        refuse("tool_choice", "it cannot be combined with functions, whose choice is function_call")
     uses_functions = bool(body.functions)
     return Conversation(
         messages=tuple(_messages(body.messages)),
@@ -100,16 +106,6 @@ def _tools(body: ConversationFields) -> Iterator[OfferedTool]:
         yield OfferedTool(*words, path, f"{path}.parameters", function.strict is True)
 
 
-def _check_functions(body: ConversationFields) -> None:
-    mode = "auto" if body.function_call is None else body.function_call.mode
-    if body.functions and body.tools:
-        refuse("functions", "it cannot be combined with tools")
-    if not body.functions and (mode == "required" or (mode == "none" and body.tools)):
-        refuse("function_call", "it needs functions")
-    if body.functions and body.tool_choice != ToolChoice():
-        refuse("tool_choice", "it cannot be combined with functions, whose choice is function_call")
-
-
 def _messages(messages: Sequence[ChatMessage]) -> Iterator[PastMessage]:
     for index, message in enumerate(messages):
         path = f"messages[{index}]"
@@ -120,7 +116,14 @@ def _messages(messages: Sequence[ChatMessage]) -> Iterator[PastMessage]:
                 refuse(f"{path}.function_call", "only messages of an assistant without tool_calls have it")
             call = ToolCall(id=_call_id(index), function=message.function_call)
             message = message.model_copy(update={"tool_calls": [call], "function_call": None})
-        _check_members(message, path)
+        for name in message.fields_of_other_roles():
+            refuse(f"{path}.{name}", f"messages of role '{message.role}' do not have it")
+        if message.has_pictures and message.role != "user":
+            refuse(f"{path}.content", f"messages of role '{message.role}' have no pictures")
+        if message.role == "tool" and message.tool_call_id is None:
+            refuse_missing(f"{path}.tool_call_id")
+        if message.content is None and not (message.tool_calls or message.thought):
+            refuse_missing(f"{path}.content")
         yield PastMessage(
             role="system" if message.role == "developer" else message.role,  # type: ignore[arg-type]
             path=path,
@@ -158,14 +161,3 @@ def _result(message: ChatMessage, before: ChatMessage | None, path: str, call_id
 
 def _call_id(index: int) -> str:
     return f"call_of_message_{index}"
-
-
-def _check_members(message: ChatMessage, path: str) -> None:
-    for name in message.fields_of_other_roles():
-        refuse(f"{path}.{name}", f"messages of role '{message.role}' do not have it")
-    if message.has_pictures and message.role != "user":
-        refuse(f"{path}.content", f"messages of role '{message.role}' have no pictures")
-    if message.role == "tool" and message.tool_call_id is None:
-        refuse_missing(f"{path}.tool_call_id")
-    if message.content is None and not (message.tool_calls or message.thought):
-        refuse_missing(f"{path}.content")

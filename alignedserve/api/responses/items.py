@@ -1,7 +1,6 @@
 """Items of an input, checked and in one form: as OpenAI lists them, with ids of ours.
 
-An item's id names its response: `msg_<response>i<place>` is an item of its input, `…o<place>` one of its output.
-"""
+An item's id names its response: `msg_<response>i<place>` is an item of its input, `…o<place>` one of its output."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -97,8 +96,7 @@ def parse_items(
 ) -> list[Item]:
     """Return the items of a field. Raises InvalidRequest naming the field. References are left as they are.
 
-    `response_id`: its hex digits, or others, are in their ids. `ignored`: see `parse`.
-    """
+    `response_id`: its hex digits, or others, are in their ids. `ignored`: see `parse`."""
     parser = _ItemParser(ignored)
     sent = [{"role": "user", "content": field}] if isinstance(field, str) else field
     items = [parser.parse(raw_item, f"{param}[{index}]") for index, raw_item in enumerate(sent)]

@@ -1,8 +1,7 @@
 """Sends traces to a collector by OpenTelemetry's exporter, OTLP over HTTP, from a thread of its own.
 
 The event loop only puts a call that has ended into a bounded queue: a collector that is dead, slow or hanging costs
-spans, which are counted, and no token any time.
-"""
+spans, which are counted, and no token any time."""
 
 import math
 import queue
@@ -10,7 +9,7 @@ import threading
 import time
 from collections.abc import Mapping
 
-from alignedserve.api.timelines.phases import end_of, num_spans
+from alignedserve.api.timelines.explanation import end_of, num_spans
 from alignedserve.api.timelines.timeline import LAST_NOTES_S, Timeline
 from alignedserve.config.sections import TracingConfig
 
@@ -54,24 +53,20 @@ class TraceExporter:
 
         sender = SpanSender(self._config, self._gateway, self._headers)
         while not (self._closing.is_set() and self._first is None and self._queue.empty()):
-            timelines = self._gather()
+            timelines: list[Timeline] = []
+            self._closing.wait(_GATHER_S)
+            until_s = math.inf if self._closing.is_set() else time.monotonic() - LAST_NOTES_S
+            while len(timelines) < _BATCH and (timeline := self._next()) is not None:
+                if end_of(timeline) > until_s:
+                    self._first = timeline
+                    break
+                timelines.append(timeline)
             if not timelines:
                 continue
             num_sent, is_taken = sender.send(timelines)
             self.num_exported += num_sent if is_taken else 0
             self.num_dropped += 0 if is_taken else num_sent
         sender.close()
-
-    def _gather(self) -> list[Timeline]:
-        timelines: list[Timeline] = []
-        self._closing.wait(_GATHER_S)
-        until_s = math.inf if self._closing.is_set() else time.monotonic() - LAST_NOTES_S
-        while len(timelines) < _BATCH and (timeline := self._next()) is not None:
-            if end_of(timeline) > until_s:
-                self._first = timeline
-                break
-            timelines.append(timeline)
-        return timelines
 
     def _next(self) -> Timeline | None:
         first, self._first = self._first, None

@@ -51,15 +51,12 @@ class TimelineQuestions:
     ) -> None:
         """Begin to ask others, by the name of this gateway.
 
-        `ask_router`: one that is connected; False: there is none. `ask_routers`: all of them; returns how many.
-        """
+        `ask_router`: one that is connected; False: there is none. `ask_routers`: all of them; returns how many."""
         self._gateway, self._ask_router, self._ask_routers = gateway, ask_router, ask_routers
 
     async def explain(self, wanted: str, owner: str) -> bytes | None:
-        """Return the explanation of a call (JSON), of this gateway or of another; None: nobody has it.
-
-        With where its choices stand at this moment. Raises Unavailable where others cannot be asked.
-        """
+        """Return the explanation of a call (JSON), of this gateway or of another; None: nobody has it. With where its
+        choices stand at this moment. Raises Unavailable where others cannot be asked."""
         explanation = await self._find(wanted, owner)
         if explanation is None:
             return None

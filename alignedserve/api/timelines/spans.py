@@ -18,7 +18,7 @@ from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, Trace
 from opentelemetry.util.types import AttributeValue
 from typing_extensions import override
 
-from alignedserve.api.timelines.phases import RequestPhase, end_of, phases_of
+from alignedserve.api.timelines.explanation import RequestPhase, end_of, phases_of
 from alignedserve.api.timelines.timeline import GATEWAY, ChoiceTimeline, Timeline
 from alignedserve.config.sections import TracingConfig
 from alignedserve.messages.request_notes import Cause, RequestNote, Step
@@ -86,11 +86,9 @@ def _refuse_redirect(response: requests.Response, *_: object, **__: object) -> N
 
 
 def spans_of(timeline: Timeline, resource_of: Callable[[str], Resource]) -> Iterator[ReadableSpan]:
-    """Yield every span of a traced call: one for the call, one for each phase of a choice, made after the fact.
-
-    Names and `gen_ai.` attributes follow OpenTelemetry's conventions. Iterations are counted, not traced: a phase has
-    its notes as events. `resource_of`: names the process of a span.
-    """
+    """Yield every span of a traced call: one for the call, one for each phase of a choice, made after the fact. Names
+    and `gen_ai.` attributes follow OpenTelemetry's conventions. Iterations are counted, not traced: a phase has its
+    notes as events. `resource_of`: names the process of a span."""
     maker, end_s = _SpanMaker(timeline, resource_of), end_of(timeline)
     yield maker.call_span()
     for index, choice in enumerate(timeline.choices):

@@ -1,7 +1,6 @@
 """The courses of one gateway's calls: of each its facts and the course of each of its choices.
 
-Open ones are kept, and ended ones for a while, bounded by count, bytes and age. Whoever asks changes nothing here.
-"""
+Open ones are kept, and ended ones for a while, bounded by count, bytes and age. Whoever asks changes nothing here."""
 
 import re
 import secrets
@@ -41,10 +40,8 @@ class TraceContext(NamedTuple):
 
 
 def trace_of(headers: Mapping[str, str], ratio: float) -> TraceContext | None:
-    """Return the trace of a call; None: it is not to be traced.
-
-    A client's decision is followed; of the others as many are traced as the ratio says.
-    """
+    """Return the trace of a call; None: it is not to be traced. A client's decision is followed; of the others as many
+    are traced as the ratio says."""
     parent = _TRACEPARENT.fullmatch(headers.get("traceparent", "").strip())
     if parent is not None and int(parent[1], 16) and int(parent[2], 16):
         if not int(parent[3], 16) & _SAMPLED:

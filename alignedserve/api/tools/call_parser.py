@@ -79,7 +79,13 @@ class JsonValueScanner:
 
     def takes(self, character: str) -> bool:
         if self._is_in_string:
-            self._continue_string(character)
+            if self._is_escaped:
+                self._is_escaped = False
+            elif character == "\\":
+                self._is_escaped = True
+            elif character == '"':
+                self._is_in_string = False
+                self.is_complete = self._depth == 0
         elif self._is_scalar and self._depth == 0:
             self.is_complete = character in _ENDS_SCALAR
             return not self.is_complete
@@ -93,15 +99,6 @@ class JsonValueScanner:
         else:
             self._is_scalar = self._depth == 0
         return True
-
-    def _continue_string(self, character: str) -> None:
-        if self._is_escaped:
-            self._is_escaped = False
-        elif character == "\\":
-            self._is_escaped = True
-        elif character == '"':
-            self._is_in_string = False
-            self.is_complete = self._depth == 0
 
 
 class CallReader(Protocol):
@@ -235,8 +232,7 @@ class ParameterReader:
     ) -> None:
         """Make a reader. `texts`: of each function, the parameters that are no JSON.
 
-        `is_opened`: calls begin with a name.
-        """
+        `is_opened`: calls begin with a name."""
         self._tags = tags
         # White space between the tags of names and values is not counted on.
         self._name_end, _, self._value_begin = tags.parameter_name_end.partition("\n")
@@ -339,8 +335,7 @@ _NO_TEXTS: Mapping[str, TextParameters] = {}
 class HeaderReader:
     """A CallReader. `opening` stands before each name, `between` after it; `is_opened`: the first has come already.
 
-    `is_numbered`: a colon and a number are behind the name, and no part of it.
-    """
+    `is_numbered`: a colon and a number are behind the name, and no part of it."""
 
     def __init__(
         self, opening: str, between: str, new_id: Callable[[], str], *, is_opened: bool, is_numbered: bool = False
@@ -415,8 +410,7 @@ class ToolCallParser:
     ) -> None:
         """Make a parser. `marked`: writes the control tokens in a text as the answer's text has them.
 
-        `texts`: of each function, the parameters that a ParameterCall has as they are.
-        """
+        `texts`: of each function, the parameters that a ParameterCall has as they are."""
         self.has_calls = False
         if isinstance(form.call, ParameterCall):
             tags, is_opened = form.call.tags.marked(marked), form.call.is_opened
@@ -434,19 +428,16 @@ class ToolCallParser:
         if self._is_reading:
             return [self._read(text)]
         if self._is_bare and not self._has_content:
-            return self._push_bare(text)
+            stripped = (self._leading + text).lstrip()
+            if not stripped.startswith(self._first_character):
+                return self._push_marked(text)
+            leading, self._leading, self._is_reading = self._leading, "", True
+            return [CallRun(len(leading)), self._read(text)]
         return self._push_marked(text)
 
     def end(self) -> list[CallRun]:
         held = self._leading + self._begin.flush()
         return [CallRun(len(held), held)] if held else []
-
-    def _push_bare(self, text: str) -> list[CallRun]:
-        stripped = (self._leading + text).lstrip()
-        if not stripped.startswith(self._first_character):
-            return self._push_marked(text)
-        leading, self._leading, self._is_reading = self._leading, "", True
-        return [CallRun(len(leading)), self._read(text)]
 
     def _push_marked(self, text: str) -> list[CallRun]:
         before, marker, after = self._begin.push(text)

@@ -1,8 +1,7 @@
 """How families of models write tool calls.
 
 An answer that calls tools is `begin`, `prefix`, its calls with `separator` between them, `suffix`. Control tokens
-stand in these texts by their names; the model's tokenizer knows the tokens among them.
-"""
+stand in these texts by their names; the model's tokenizer knows the tokens among them."""
 
 import json
 import re
@@ -124,8 +123,7 @@ class ObjectCall:
 class HeaderCall:
     """A call is the function's name, `between`, its arguments and what ends it; `opening` stands before a name.
 
-    `is_numbered`: the name is followed by a colon and the number of the call, from 0.
-    """
+    `is_numbered`: the name is followed by a colon and the number of the call, from 0."""
 
     opening: str
     between: str
@@ -204,12 +202,7 @@ _HARMONY = "<|start|>assistant to=functions."  # before a function's name
 # The first whose hint a template has is its own, so the narrower come first.
 FORMATS = {
     "smollm2": ToolFormat(
-        "<tool_call>",
-        prefix="[",
-        separator=", ",
-        suffix="]</tool_call>",
-        hints=("named SmolLM,",),
-        prompt=LIST_PROMPT,
+        "<tool_call>", prefix="[", separator=", ", suffix="]</tool_call>", hints=("named SmolLM,",), prompt=LIST_PROMPT
     ),
     "qwen3_coder": ToolFormat(
         "<tool_call>",
@@ -283,10 +276,7 @@ FORMATS = {
         optional_begin="<|python_tag|>",
     ),
     "phi4_mini": ToolFormat(
-        "<|tool_call|>",
-        separator="<|/tool_call|><|tool_call|>",
-        suffix="<|/tool_call|>",
-        hints=("<|/tool_call|>",),
+        "<|tool_call|>", separator="<|/tool_call|><|tool_call|>", suffix="<|/tool_call|>", hints=("<|/tool_call|>",)
     ),
     "granite": ToolFormat("<|tool_call|>", prefix="[", separator=", ", suffix="]", hints=("<|tool_call|>",)),
     "gpt_oss": ToolFormat(
@@ -364,10 +354,8 @@ class CallableTool(NamedTuple):
 
 
 def call_rules(form: ToolFormat, tools: Sequence[CallableTool], literal: Literal, *, is_parallel: bool) -> str:
-    """Return the rules of `calls`, from after `begin` to the end of the answer: nothing but calls may follow.
-
-    Calls have exactly the white space of the families' templates; arguments match the schema of their function.
-    """
+    """Return the rules of `calls`, from after `begin` to the end of the answer: nothing but calls may follow. Calls
+    have exactly the white space of the families' templates; arguments match the schema of their function."""
     more = f"({literal(form.separator)} call){{0,{MAX_CALLS - 1}}}" if is_parallel else ""
     rules = [f"calls: {literal(form.prefix)} call {more} {literal(form.suffix)}"]
     options = []

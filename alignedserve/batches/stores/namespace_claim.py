@@ -2,8 +2,7 @@
 
 The driver of batches claims the namespace for its state folder every few seconds. A cluster that starts with another
 folder watches for longer than that: a claim that changes meanwhile is of one that runs. Clusters that share a folder
-too, and their drivers' successors, make the same claim.
-"""
+too, and their drivers' successors, make the same claim."""
 
 import asyncio
 import contextlib

@@ -2,8 +2,7 @@
 
 An upload is kept in a file without a name until it is whole: an object is written in one step, and a client that goes
 away leaves nothing in the bucket. What a gateway leaves that dies while it writes an object, the parts of a multipart
-upload, is no object; buckets have a lifecycle rule for those.
-"""
+upload, is no object; buckets have a lifecycle rule for those."""
 
 import asyncio
 import contextlib
@@ -15,12 +14,7 @@ from collections.abc import AsyncIterator, Iterator
 from typing import IO
 
 import obstore
-from obstore.exceptions import (
-    BaseError,
-    NotFoundError,
-    PermissionDeniedError,
-    UnauthenticatedError,
-)
+from obstore.exceptions import BaseError, NotFoundError, PermissionDeniedError, UnauthenticatedError
 from obstore.store import S3Store
 
 from alignedserve.batches.interfaces import BlobReader, BlobWriter

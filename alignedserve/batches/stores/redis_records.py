@@ -1,7 +1,6 @@
 """Records in Redis: a value is a string, an ordered list a sorted set, a commit one WATCH/MULTI/EXEC.
 
-Values come back as bytes only, no script is ever sent, and keys are generated here.
-"""
+Values come back as bytes only, no script is ever sent, and keys are generated here."""
 
 import ssl
 import time
@@ -117,10 +116,8 @@ def check_redis(location: RedisLocation) -> str | None:
 
 
 def newer_version(location: RedisLocation, namespace: str) -> int | None:
-    """Return the version of this namespace's records if it is newer than ours, else mark them as of ours.
-
-    None, too, where the Redis does not answer.
-    """
+    """Return the version of this namespace's records if it is newer than ours, else mark them as of ours. None, too,
+    where the Redis does not answer."""
     key = f"{namespace}:{_VERSION}"
     with suppress(RedisError), _blocking(location) as client:
         stored = client.get(key)

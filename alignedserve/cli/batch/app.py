@@ -1,7 +1,6 @@
 """Options of `alignedserve batch`; each command is performed by its own module.
 
-Imports of a command's module are inside its function, as in main.py.
-"""
+Imports of a command's module are inside its function, as in main.py."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,8 +65,7 @@ class RunOptions:
         str, typer.Option(metavar="TEXT", help='The question about each row, columns in braces: "Summarise: {text}".')
     ]
     output: Annotated[
-        Path | None,
-        typer.Option("--output", metavar="FILE", help="The same rows with answers: CSV, JSONL or Parquet."),
+        Path | None, typer.Option("--output", metavar="FILE", help="The same rows with answers: CSV, JSONL or Parquet.")
     ] = None
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="System message; columns as in --prompt.")] = None
     schema: Annotated[
@@ -150,7 +148,7 @@ def show_results(
     ] = None,
 ) -> None:
     """Print the answers so far, one JSON object per line, in the order in which they came."""
-    from alignedserve.cli.batch.results import show_results as run
+    from alignedserve.cli.batch.commands import show_results as run
 
     raise typer.Exit(run(url, batch_id, is_followed=is_followed, output=output))
 
@@ -158,7 +156,7 @@ def show_results(
 @batch_app.command("errors")
 def show_errors(batch_id: BatchIdArgument, url: UrlOption = DEFAULT_URL, json_output: JsonFlag = False) -> None:
     """Print what is wrong with the file, or with which of its lines; with --json one object per line."""
-    from alignedserve.cli.batch.results import show_errors as run
+    from alignedserve.cli.batch.commands import show_errors as run
 
     raise typer.Exit(run(url, batch_id, json_output=json_output))
 

@@ -6,8 +6,7 @@
 3. The batch's id goes into OUTPUT.run, then the command waits. Killed, the same command finds the batch again.
 4. Records of all batches go into a temporary file of SQLite by row, so that no order and no repetition matters.
 5. OUTPUT gets one row for each row of the table, in the table's order, whole or not at all. OUTPUT.run is removed once
-   no row waits for an answer.
-"""
+   no row waits for an answer."""
 
 import asyncio
 import hashlib
@@ -30,12 +29,19 @@ from rich.console import Console
 
 from alignedserve.batches.records import Endpoint
 from alignedserve.cli.batch.app import RunOptions
-from alignedserve.cli.batch.client import PATIENCE_S, BatchClient, DownloadReceiver, RequestRefused
-from alignedserve.cli.batch.commands import delete_second_copy, print_problems, require_window
+from alignedserve.cli.batch.client import (
+    PATIENCE_S,
+    BatchClient,
+    DownloadReceiver,
+    RequestRefused,
+    byte_bar,
+    checked_id,
+    run_with_client,
+    watch_until_over,
+)
+from alignedserve.cli.batch.commands import ResultTail, delete_second_copy, error_text, print_problems, require_window
 from alignedserve.cli.batch.formatting import OVER
 from alignedserve.cli.batch.input_check import FileLimits
-from alignedserve.cli.batch.results import ResultTail, error_text
-from alignedserve.cli.batch.session import byte_bar, checked_id, run_with_client, watch_until_over
 from alignedserve.cli.batch.tables import (
     Kinds,
     Row,

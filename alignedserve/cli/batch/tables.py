@@ -1,8 +1,7 @@
 """Tables of documents: rows of a CSV, JSONL or Parquet file, read again and again, and written one by one.
 
 A table that cannot be read whole is refused: a stray quote must not swallow rows. Parquet is in parquet.py, which alone
-needs pyarrow.
-"""
+needs pyarrow."""
 
 import csv
 import json

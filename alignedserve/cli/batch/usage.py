@@ -10,8 +10,7 @@ from urllib.parse import urlencode
 from rich.console import Console
 from rich.table import Table
 
-from alignedserve.cli.batch.client import BatchClient
-from alignedserve.cli.batch.session import print_json, run_with_client
+from alignedserve.cli.batch.client import BatchClient, print_json, run_with_client
 from alignedserve.cli.console import print_table, printable
 from alignedserve.core.errors import ConfigError
 from alignedserve.usage.records import GROUPS
@@ -38,7 +37,13 @@ class UsageQuestion(NamedTuple):
 
 
 def show_usage(url: str, question: UsageQuestion) -> int:
-    columns = _columns(question.by)
+    columns = [name.strip() for name in question.by.split(",") if name.strip()]
+    known = [*GROUPS, *_WIDTHS]
+    for name in columns:
+        if name not in known:
+            raise ConfigError(f"--by {name}: must be some of {', '.join(known)}")
+    if "hour" in columns and "day" in columns:
+        raise ConfigError("--by: either hour or day")
     now = time.time()
     start_s = int(now - _DEFAULT_DAYS * 86_400) if question.since is None else _unix_s("--since", question.since)
     end_s = int(now) + 1 if question.until is None else _unix_s("--until", question.until)
@@ -103,17 +108,6 @@ def _table(columns: list[str], rows: list[list[Any]]) -> Table:
 
 def _shown(value: float) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:,.3f}"
-
-
-def _columns(by: str) -> list[str]:
-    columns = [name.strip() for name in by.split(",") if name.strip()]
-    known = [*GROUPS, *_WIDTHS]
-    for name in columns:
-        if name not in known:
-            raise ConfigError(f"--by {name}: must be some of {', '.join(known)}")
-    if "hour" in columns and "day" in columns:
-        raise ConfigError("--by: either hour or day")
-    return columns
 
 
 def _unix_s(option: str, text: str) -> int:

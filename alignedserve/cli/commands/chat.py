@@ -3,8 +3,7 @@
 Ctrl-C while an answer comes stops that answer; at the prompt it leaves, as does Ctrl-D. The text of a stopped or broken
 answer stays in the conversation: the model sees the same as the person. A message that got no text at all is taken
 back, so that it can be asked again. A conversation that outgrows the model's context loses its oldest messages. From a
-pipe each line is a turn, and what stands there of commands is obeyed.
-"""
+pipe each line is a turn, and what stands there of commands is obeyed."""
 
 import asyncio
 import base64

@@ -120,17 +120,19 @@ def show(request: ExplainedRequest, console: Console) -> None:
         lines.append("It has just ended: its last steps may be missing for a second.")
     _print(console, "\n".join(lines))
     for choice in request.choices:
-        _show_choice(choice, console, is_alone=len(request.choices) == 1)
-
-
-def _show_choice(choice: ExplainedChoice, console: Console, *, is_alone: bool) -> None:
-    heading = [] if is_alone else [f"Choice {choice.index}"]
-    standing = [] if choice.standing is None else [f"now: {choice.standing.text}"]
-    _print(console, "\n".join(["", *heading, _outcome(choice), *standing, *_objectives(choice)]))
-    console.print(_phase_table(choice))
-    console.print(_event_table(choice.events))
-    if choice.events_left_out:
-        _print(console, f"{choice.events_left_out} more steps were not kept.")
+        is_alone = len(request.choices) == 1
+        heading = [] if is_alone else [f"Choice {choice.index}"]
+        standing = [] if choice.standing is None else [f"now: {choice.standing.text}"]
+        _print(console, "\n".join(["", *heading, _outcome(choice), *standing, *_objectives(choice)]))
+        console.print(_phase_table(choice))
+        table = Table(_right("after"), "at", "step", "reason", title="Step by step")
+        table.title_justify = "left"
+        for event in choice.events:
+            reason = "" if event.reason is None else event.reason.text
+            table.add_row(_time(event.at_ms), *map(_cell, (event.where, event.text, reason)))
+        console.print(table)
+        if choice.events_left_out:
+            _print(console, f"{choice.events_left_out} more steps were not kept.")
 
 
 def _outcome(choice: ExplainedChoice) -> str:
@@ -161,15 +163,6 @@ def _phase_table(choice: ExplainedChoice) -> Table:
         name = f"{phase.name} (wait)" if phase.is_wait else phase.name
         cells = (name, phase.where, _time(phase.start_ms), _time(phase.duration_ms), _bar(phase, total_ms))
         table.add_row(*map(_cell, cells), _cell("; ".join(reason.text for reason in phase.reasons)))
-    return table
-
-
-def _event_table(events: list[_Event]) -> Table:
-    table = Table(_right("after"), "at", "step", "reason", title="Step by step")
-    table.title_justify = "left"
-    for event in events:
-        reason = "" if event.reason is None else event.reason.text
-        table.add_row(_time(event.at_ms), *map(_cell, (event.where, event.text, reason)))
     return table
 
 

@@ -170,7 +170,15 @@ def drawn(reading: LiveReading) -> RenderableType:
     if not reading.latest.models:
         parts.append(Text("No model is served."))
     if reading.latest.batches is not None:
-        parts.append(_batches(reading.latest.batches))
+        batches = reading.latest.batches
+        states = ", ".join(f"{count} {printable(state)}" for state, count in sorted(batches.num_batches.items()))
+        lines = f"{batches.num_waiting} lines waiting, {batches.num_in_flight} at work, {batches.completed} done"
+        text = Text.assemble(("batches", "bold"), f"  {states or 'none open'} · {lines}, {batches.failed} failed")
+        if batches.num_at_risk:
+            text.append(f" · {batches.num_at_risk} late", style="yellow")
+        if batches.is_paused:
+            text.append(" · paused: results cannot be written", style="red")
+        parts.append(text)
     return Group(*parts)
 
 
@@ -283,17 +291,6 @@ def _ledger(name: str, reading: LiveReading) -> Iterator[Text]:
 
 def _seconds(name: str, reading: LiveReading, keys: tuple[str, ...]) -> float:
     return reading.gained(name, lambda load: sum(load.time.get(key, 0.0) for key in keys)) or 0.0
-
-
-def _batches(batches: _Batches) -> Text:
-    states = ", ".join(f"{count} {printable(state)}" for state, count in sorted(batches.num_batches.items()))
-    lines = f"{batches.num_waiting} lines waiting, {batches.num_in_flight} at work, {batches.completed} done"
-    text = Text.assemble(("batches", "bold"), f"  {states or 'none open'} · {lines}, {batches.failed} failed")
-    if batches.num_at_risk:
-        text.append(f" · {batches.num_at_risk} late", style="yellow")
-    if batches.is_paused:
-        text.append(" · paused: results cannot be written", style="red")
-    return text
 
 
 class _FittingTable(Table):

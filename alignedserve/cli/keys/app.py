@@ -31,9 +31,7 @@ def add(
     tier: Annotated[
         list[str] | None,
         typer.Option(
-            "--tier",
-            help="Tier it may have: default, flex, priority (repeatable).",
-            show_default="default and flex",
+            "--tier", help="Tier it may have: default, flex, priority (repeatable).", show_default="default and flex"
         ),
     ] = None,
     default_tier: Annotated[str | None, typer.Option(help="Tier of requests that name none.")] = None,
@@ -42,8 +40,7 @@ def add(
         typer.Option(metavar="FROM:TO", help="Priorities that it may send; smaller goes first.", show_default="0:1000"),
     ] = None,
     model: Annotated[
-        list[str] | None,
-        typer.Option("--model", help="Model it may use, or ABC* (repeatable).", show_default="all"),
+        list[str] | None, typer.Option("--model", help="Model it may use, or ABC* (repeatable).", show_default="all")
     ] = None,
     weight: Annotated[float | None, typer.Option(help="Its share beside other keys.", show_default="1")] = None,
     requests_per_minute: Annotated[int | None, _limit("--requests-per-minute", "Requests a minute.")] = None,

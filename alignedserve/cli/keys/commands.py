@@ -37,7 +37,10 @@ def add(path: Path, name: str, fields: Mapping[str, Any], expires: str | None, h
     now, secret = _now(), new_secret()
     named = dict(fields)
     if "priorities" in named:
-        named["priorities"] = _range(named["priorities"])
+        match = re.fullmatch(r"(-?\d{1,4}):(-?\d{1,4})", named["priorities"], re.ASCII)
+        if match is None:
+            raise ConfigError("--priorities must be FROM:TO, such as 0:100")
+        named["priorities"] = [int(match[1]), int(match[2])]
     secrets = () if has_no_secret else (secret_row(secret, now, _end(expires, now)),)
     row = msgspec.structs.replace(parse_row(named | {"name": name}), secrets=secrets)
     change_keys(path, lambda rows: added(rows, row))
@@ -139,13 +142,6 @@ def _seconds(option: str, text: str, rule: str) -> float:
     if seconds > _LONGEST_S:
         raise ConfigError(f"{option} {text}: {rule}")
     return float(seconds)
-
-
-def _range(text: str) -> list[int]:
-    match = re.fullmatch(r"(-?\d{1,4}):(-?\d{1,4})", text, re.ASCII)
-    if match is None:
-        raise ConfigError("--priorities must be FROM:TO, such as 0:100")
-    return [int(match[1]), int(match[2])]
 
 
 def warn_of_strangers(config: GatewayConfig) -> None:

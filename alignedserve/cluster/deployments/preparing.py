@@ -27,8 +27,13 @@ from alignedserve.core.errors import AdapterError, ConfigError, PeerLost, Resour
 from alignedserve.core.request import LoraAdapter
 from alignedserve.runtime.device.devices import AUTO
 from alignedserve.runtime.device_check.choice import DeviceChoice, with_device
-from alignedserve.runtime.lora.adapter_folders import with_adapters
-from alignedserve.runtime.lora.loaded_adapters import carry_over, loaded_file, read_loaded, settle_carried
+from alignedserve.runtime.lora.loaded_adapters import (
+    carry_over,
+    loaded_file,
+    read_loaded,
+    settle_carried,
+    with_adapters,
+)
 from alignedserve.runtime.model.hub.local_models import with_local_model
 from alignedserve.runtime.model.served_model import ServedModel
 from alignedserve.scheduling.factory import require_effect, resolve_policy

@@ -17,10 +17,10 @@ import msgspec
 import orjson
 
 from alignedserve.api.errors import Conflict, Forbidden, NotFound, QuotaExceeded, ResourceUnavailable
-from alignedserve.api.openai.generation_request import check_priority
+from alignedserve.api.openai.request_builder import check_priority
+from alignedserve.batches.driver import delete_file, is_used_by
 from alignedserve.batches.eta import Throughputs, estimate_eta, remaining_work
-from alignedserve.batches.garbage_collection import delete_file, is_used_by
-from alignedserve.batches.hours import Schedule
+from alignedserve.batches.hours import Schedule, check_window
 from alignedserve.batches.location import BatchStores
 from alignedserve.batches.logic import CancelRequested, PauseRequested, ResumeRequested, advance
 from alignedserve.batches.records import (
@@ -41,7 +41,6 @@ from alignedserve.batches.records import (
 )
 from alignedserve.batches.repository import MAX_ACTIVE, BatchRepository, BatchSnapshot, idempotency_key_of
 from alignedserve.batches.results import result_bytes
-from alignedserve.batches.schedule import check_window
 from alignedserve.config.sections import BatchesConfig
 from alignedserve.core.errors import InvalidRequest, StorageError, StoreUnavailable
 from alignedserve.gateway.files.lists import list_batches

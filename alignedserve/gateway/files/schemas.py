@@ -9,10 +9,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from alignedserve.api.schema import Metadata, Priority, Schema
-from alignedserve.batches.hours import MAX_HOURS_LEN, Schedule, parse_hours
+from alignedserve.batches.hours import MAX_HOURS_LEN, Schedule, parse_hours, reason_to_wait, window_text
 from alignedserve.batches.records import BatchRecord, Endpoint, Eta, FileRecord, Progress
 from alignedserve.batches.repository import BatchSnapshot
-from alignedserve.batches.schedule import reason_to_wait, window_text
 from alignedserve.config.sections import BatchesConfig
 from alignedserve.core.errors import InvalidRequest
 

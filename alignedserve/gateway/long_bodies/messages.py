@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from alignedserve.api.models.model_card import ModelCard
+from alignedserve.api.models.model_services import ModelCard
 from alignedserve.api.openai.prompt_encoding import Prompt, Prompts
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.errors import ContextTooLong, InvalidRequest

@@ -13,7 +13,7 @@ import orjson
 
 from alignedserve.api.endpoints import ENDPOINTS, TOKEN_ENDPOINTS
 from alignedserve.api.errors import NeedsGateway
-from alignedserve.api.models.model_card import ModelCard
+from alignedserve.api.models.model_services import ModelCard
 from alignedserve.api.openai.parsing import parse_json
 from alignedserve.api.picture_reader import PictureReader
 from alignedserve.api.schema import IgnoredFields

@@ -14,8 +14,8 @@ import orjson
 
 from alignedserve.api.errors import Conflict, NotFound
 from alignedserve.api.responses.bodies import CreateResponseRequest
-from alignedserve.api.responses.context import raw_json
 from alignedserve.api.responses.items import Item, item_id
+from alignedserve.api.responses.request_builder import raw_json
 from alignedserve.batches.records import (
     BACKGROUND,
     STREAMED_RESPONSE,

@@ -11,8 +11,8 @@ import msgspec
 import orjson
 
 from alignedserve.api.errors import Conflict, NotFound
-from alignedserve.api.responses.context import raw_json
 from alignedserve.api.responses.items import Item, is_conversation_id, parse_items
+from alignedserve.api.responses.request_builder import raw_json
 from alignedserve.api.schema import IgnoredFields
 from alignedserve.batches.responses.response_repository import (
     MAX_RECORD_BYTES,

@@ -11,26 +11,31 @@ import msgspec
 import orjson
 
 from alignedserve.api.errors import Conflict, NotFound
-from alignedserve.api.responses.background_events import write_first_events
 from alignedserve.api.responses.bodies import CreateResponseRequest, ResponseFields
-from alignedserve.api.responses.context import (
+from alignedserve.api.responses.formatter import write_first_events
+from alignedserve.api.responses.items import Item, parse_items
+from alignedserve.api.responses.request_builder import (
     PREVIOUS,
     Context,
     ResponseState,
     check_storable,
     items_of,
     load_context,
+    new_response_id,
     output_of,
     raw_json,
     resolve_references,
 )
-from alignedserve.api.responses.items import Item, parse_items
-from alignedserve.api.responses.request_builder import new_response_id
 from alignedserve.api.schema import IgnoredFields
 from alignedserve.api.work_lanes import WorkLanes, rough_length
 from alignedserve.batches.records import BatchKey
-from alignedserve.batches.responses.event_log import EventLimits, EventLog
-from alignedserve.batches.responses.response_repository import StoredConversation, StoredResponse, fits
+from alignedserve.batches.responses.response_repository import (
+    EventLimits,
+    EventLog,
+    StoredConversation,
+    StoredResponse,
+    fits,
+)
 from alignedserve.core.errors import InvalidRequest, StoreFull, StoreUnavailable
 from alignedserve.gateway.responses.background import BackgroundJobs, cancelled, too_large, without_room
 from alignedserve.gateway.responses.conversations import (

@@ -14,7 +14,7 @@ from alignedserve.api.errors import NotFound, error_body
 from alignedserve.api.openai.generation import Generation
 from alignedserve.api.openai.response_format import Formatter, MakeFormatter
 from alignedserve.api.responses.formatter import ResponsesFormatter, encoded_event
-from alignedserve.batches.responses.event_log import EventLog
+from alignedserve.batches.responses.response_repository import EventLog
 from alignedserve.core.errors import StoreUnavailable
 from alignedserve.gateway.call import Call
 from alignedserve.gateway.responses.responses_api import ResponsesApi, StoreLoss

@@ -8,9 +8,8 @@ from pydantic import Field
 from starlette.responses import PlainTextResponse, Response
 
 from alignedserve.api.errors import Forbidden
-from alignedserve.api.models.adapter_directory import AdapterDirectory
-from alignedserve.api.models.model_card import ModelCard
 from alignedserve.api.models.model_registry import check_usable, usable_cards
+from alignedserve.api.models.model_services import AdapterDirectory, ModelCard
 from alignedserve.api.openai.parsing import parse
 from alignedserve.api.schema import Schema
 from alignedserve.core.errors import InvalidRequest

@@ -10,9 +10,9 @@ from starlette.requests import ClientDisconnect, Request
 from alignedserve.api.endpoints import GeneratingEndpoint, TokenEndpoint
 from alignedserve.api.errors import BodyTooLarge, BodyTooSlow, ClientDisconnected, WrongContentType
 from alignedserve.api.models.model_registry import usable_cards
-from alignedserve.api.openai.generation_request import likely_class
 from alignedserve.api.openai.parsing import parse_json
 from alignedserve.api.openai.prompt_encoding import Prompts
+from alignedserve.api.openai.request_builder import likely_class
 from alignedserve.api.schema import IgnoredFields
 from alignedserve.api.work_lanes import LONG_LEN, SHORT_LEN, note_class
 from alignedserve.core.errors import InvalidRequest

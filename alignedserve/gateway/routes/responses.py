@@ -8,8 +8,8 @@ from starlette.responses import Response
 
 from alignedserve.api.endpoints import INPUT_TOKENS, RESPONSES
 from alignedserve.api.openai.generation import Generation
-from alignedserve.api.openai.generation_request import GenerationRequest
 from alignedserve.api.openai.parsing import parse
+from alignedserve.api.openai.request_builder import GenerationRequest
 from alignedserve.api.responses.bodies import (
     CreateConversationRequest,
     CreateItemsRequest,

@@ -55,10 +55,8 @@ class StepAttention(Protocol):
         """Set the block of each decode's own token, unknown when the step was planned ahead; before `bind`."""
 
     def decode(self, queries: Tensor, out: Tensor, layer: int, is_windowed: bool) -> None:
-        """Fill the rows of `out` that decode, both [tokens, kv_heads, group, head_dim].
-
-        The new keys and values of this layer are already in the storage.
-        """
+        """Fill the rows of `out` that decode, both [tokens, kv_heads, group, head_dim]. The new keys and values of this
+        layer are already in the storage."""
 
     def chunks(self, queries: Tensor, new: tuple[Tensor, Tensor], out: Tensor, layer: int, is_windowed: bool) -> None:
         """Fill the other rows of `out`. `new`: keys and values [tokens, kv_heads * head_dim], also in the storage."""
@@ -75,8 +73,7 @@ class AttentionPlanner(Protocol):
     ) -> StepAttention:
         """Plan rows of the sequence table that decode one token, and rows that compute `chunk_counts` tokens.
 
-        `num_padding`: padding rows behind those that decode, for DecodeGraphs alone.
-        """
+        `num_padding`: padding rows behind those that decode, for DecodeGraphs alone."""
 
 
 @runtime_checkable
@@ -89,10 +86,8 @@ class TableKeeper(Protocol):
 
 @runtime_checkable
 class RunPlanner(Protocol):
-    """An AttentionPlanner that can compute several tokens of a sequence as decodes of one step.
-
-    Its `reads_unused_slots` is false: some of the slots before a token are written in the same step.
-    """
+    """An AttentionPlanner that can compute several tokens of a sequence as decodes of one step. Its
+    `reads_unused_slots` is false: some of the slots before a token are written in the same step."""
 
     def plan_runs(self, rows: IntArray, counts: IntArray) -> StepAttention:
         """Plan rows of the sequence table that compute `counts` tokens each, one after another, all as decodes."""

@@ -6,8 +6,7 @@ Its blocks have the engine's layout, and are as many, up to where every offset o
 the last layer and in the highest blocks, contexts of odd lengths, and every slot outside of contexts holds no number.
 Results are compared with results of our kernel; then the memory that only had to be read is compared.
 
-Prints a line of JSON, a CheckResult, and ends with 0. A crash or a hang is for the parent to see.
-"""
+Prints a line of JSON, a CheckResult, and ends with 0. A crash or a hang is for the parent to see."""
 
 import json
 import math
@@ -26,21 +25,19 @@ from alignedserve.runtime.attention.libraries import (
     FAR_BYTES,
     AttentionLibrary,
     CheckResult,
-    ChunkShape,
-    PromptSetup,
-    library_named,
-)
-from alignedserve.runtime.attention.library_steps import (
     ChunkComputer,
+    ChunkShape,
     ContextChunks,
     LibraryChunks,
     LibraryPrompts,
+    PromptSetup,
+    library_named,
     raise_failure,
 )
 from alignedserve.runtime.attention.sequence_table import NewSequence, SequenceTable, tokens_of
 from alignedserve.runtime.attention.triton_backend import GpuPlanner
+from alignedserve.runtime.device.accelerator import free_bytes, is_refusal, synchronize, use_device
 from alignedserve.runtime.device.arrays import to_device
-from alignedserve.runtime.device.device_work import free_bytes, is_refusal, synchronize, use_device
 from alignedserve.runtime.device.devices import CUDA
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from kernels.gpu_dispatch import on_device
@@ -137,7 +134,12 @@ class LibraryCheck:
     def __init__(self, setup: PromptSetup, library: AttentionLibrary) -> None:
         self._setup, self._library = setup, library
         self._device = torch.device(setup.device)
-        self.num_blocks = _num_blocks(setup, self._device)
+        block_bytes = setup.layout.block_bytes
+        num_blocks = min(setup.num_blocks, -(-FAR_BYTES // block_bytes))
+        if self._device.type == CUDA:
+            num_blocks = min(num_blocks, (free_bytes(self._device) - _LEFT_BYTES) // block_bytes)
+        assert num_blocks >= 1, "no memory for a check"
+        self.num_blocks = num_blocks
         self._storage = BlockStorage(setup.layout, self.num_blocks, self._device)
 
     def result(self) -> CheckResult:
@@ -164,10 +166,8 @@ class LibraryCheck:
         return CheckedChunks(self._setup, self._storage, fitting_shape)
 
     def _obstacle(self, odd: ChunkShape, *, has_zeros: bool = False) -> str | None:
-        """Return why results cannot be used where unused slots hold no numbers, or, of contexts' last blocks, zeros.
-
-        A call over nothing but NaN comes first: what a kernel leaves in the memory of a multiprocessor is NaN then.
-        """
+        """Return why results cannot be used where unused slots hold no numbers, or, of contexts' last blocks, zeros. A
+        call over nothing but NaN comes first: what a kernel leaves in the memory of a multiprocessor is NaN then."""
         chunks = self._chunks(odd)
         self._storage.bytes.fill_(_NO_NUMBERS)
         chunks.inputs.fill(float("nan"))
@@ -254,15 +254,6 @@ def fitting(shape: ChunkShape, block_size: int, num_blocks: int) -> ChunkShape:
         counts = tuple(min(max(1, count // 2), length) for count, length in zip(shape.counts, lengths, strict=True))
         shape = ChunkShape(lengths, counts)
     return shape
-
-
-def _num_blocks(setup: PromptSetup, device: torch.device) -> int:
-    block_bytes = setup.layout.block_bytes
-    num_blocks = min(setup.num_blocks, -(-FAR_BYTES // block_bytes))
-    if device.type == CUDA:
-        num_blocks = min(num_blocks, (free_bytes(device) - _LEFT_BYTES) // block_bytes)
-    assert num_blocks >= 1, "no memory for a check"
-    return num_blocks
 
 
 def _table_of(shape: ChunkShape, block_size: int, num_blocks: int) -> tuple[SequenceTable, int]:

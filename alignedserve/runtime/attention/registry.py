@@ -1,4 +1,6 @@
-"""The choice of attention for one engine: a backend, and a planner for each kind of layers over the same contexts."""
+"""The choice of attention for one engine: a backend, and a planner for each kind of layers over the same contexts.
+
+Attention by the native CPU kernels, which read blocks in place."""
 
 import importlib
 import logging
@@ -23,18 +25,126 @@ from alignedserve.runtime.attention.backend import (
     attention_level,
 )
 from alignedserve.runtime.attention.libraries import FAR_BYTES
-from alignedserve.runtime.attention.native_backend import PagedPlanner
 from alignedserve.runtime.attention.ring_tables import RingContexts, RingTables
-from alignedserve.runtime.attention.sequence_table import IntArray, Runs, SequenceTable
+from alignedserve.runtime.attention.sequence_table import IntArray, Runs, SequenceTable, ends_of, tokens_of
 from alignedserve.runtime.attention.torch_backend import GatheredPlanner
 from alignedserve.runtime.device.arrays import Array
 from alignedserve.runtime.device.devices import CUDA
-from alignedserve.runtime.kv.block_storage import BlockStorage
-from alignedserve.runtime.kv.layer_kind import CachedLayers
+from alignedserve.runtime.kv.block_storage import BlockStorage, CachedLayers
 from alignedserve.runtime.model.decoder.model_config import ModelConfig, read_places
 from kernels.attention import PLAIN_SCORES, ScoreForm
-from kernels.cpu.paged_attention import Int8Heads, PagedAttention
+from kernels.cpu.paged_attention import Int8Heads, PagedAttention, PagedPlan
 from kernels.gpu_dispatch import gpu_kernels_available
+
+
+class PagedStep:
+    """A StepAttention of the native kernels."""
+
+    padded_share = 0.0
+    host_arrays: Sequence[Array] = ()
+
+    def __init__(
+        self,
+        paged: PagedAttention,
+        rows: IntArray,
+        decodes: PagedPlan | None,
+        chunks: PagedPlan | None,
+        full_chunks: PagedPlan | None = None,
+    ) -> None:
+        """`full_chunks`: of layers without a window; None: `chunks` are those of all."""
+        self.decode_rows = rows
+        self._paged = paged
+        self._decodes = decodes
+        self._chunks = chunks
+        self._full_chunks = chunks if full_chunks is None else full_chunks
+
+    @property
+    def decode_plan(self) -> PagedPlan | None:
+        """Return the plan of a step that only decodes; None: there are chunks."""
+        return self._decodes if self._chunks is None else None
+
+    def bind(self, tensors: Sequence[Tensor]) -> None:
+        """See StepAttention: nothing to bind."""
+
+    def set_last_blocks(self, blocks: IntArray) -> None:
+        raise AssertionError("this planner does not plan ahead")
+
+    def decode(self, queries: Tensor, out: Tensor, layer: int, is_windowed: bool) -> None:
+        if self._decodes is not None:
+            count = len(self.decode_rows)
+            self._paged.run(self._decodes, queries[:count], out[:count], layer, is_windowed)
+
+    def chunks(self, queries: Tensor, new: tuple[Tensor, Tensor], out: Tensor, layer: int, is_windowed: bool) -> None:
+        plan = self._chunks if is_windowed else self._full_chunks
+        if plan is not None:
+            first = len(self.decode_rows)
+            self._paged.run(plan, queries[first:], out[first:], layer, is_windowed)
+
+
+class PagedPlanner:
+    """An AttentionPlanner that plans every step from scratch: a few integers per sequence."""
+
+    reads_unused_slots = False
+    plans_ahead = False
+
+    def __init__(
+        self,
+        table: Contexts,
+        window: int | None,
+        paged: PagedAttention,
+        *,
+        is_chunked: bool = False,
+        whole_runs: Mapping[int, Runs] | None = None,
+        whole_in_windows: bool = False,
+    ) -> None:
+        """`is_chunked`: contexts are cut at multiples of the window, and a token reads the part that it is in.
+        `whole_runs`: of rows of the table; None: no tokens read later ones.
+        `whole_in_windows`: they read them in layers with a window alone."""
+        self._table = table
+        self._whole_runs = whole_runs if whole_runs is not None else {}
+        self._whole_in_windows = whole_in_windows
+        self._window, self._is_chunked = window, is_chunked
+        self._paged = paged
+        self._keeps_tables = False
+
+    def keep_tables(self) -> None:
+        self._keeps_tables = True
+
+    def plan_runs(self, rows: IntArray, counts: IntArray) -> PagedStep:
+        """A token reads those before it: all keys and values of a layer are written first."""
+        table = self._table
+        token_rows, positions = tokens_of(rows, table.num_computed[rows], counts)
+        args = (table.block_tables, token_rows, positions + 1, self._window, torch.get_num_threads())
+        directions = table.is_reversed[token_rows]
+        decodes = self._paged.plan_decode(*args, is_reversed=directions, is_chunked=self._is_chunked)
+        return PagedStep(self._paged, token_rows, decodes, None)
+
+    def plan(
+        self, decode_rows: IntArray, chunk_rows: IntArray, chunk_counts: IntArray, num_padding: int = 0
+    ) -> PagedStep:
+        assert not num_padding, "only the GPU kernels read padding"
+        table, num_threads = self._table, torch.get_num_threads()
+        decodes = chunks = full_chunks = None
+        if len(decode_rows):
+            lengths = table.num_computed[decode_rows] + 1
+            directions = table.is_reversed[decode_rows]
+            tables, rows = table.block_tables, decode_rows
+            if self._keeps_tables:
+                tables, rows = tables[rows], np.arange(len(rows))
+            args = (tables, rows, lengths, self._window, num_threads)
+            decodes = self._paged.plan_decode(*args, is_reversed=directions, is_chunked=self._is_chunked)
+        if len(chunk_rows):
+            lengths = table.num_computed[chunk_rows] + chunk_counts
+            directions = table.is_reversed[chunk_rows]
+            tables, rows = table.block_tables, chunk_rows
+            if self._keeps_tables:
+                tables, rows = tables[rows], np.arange(len(rows))
+            contexts = (tables, rows, lengths, chunk_counts, self._window, num_threads)
+            ends = ends_of(self._whole_runs, chunk_rows, table.num_computed[chunk_rows], chunk_counts)
+            chunks = self._paged.plan_chunks(*contexts, is_reversed=directions, is_chunked=self._is_chunked, ends=ends)
+            if ends is not None and self._whole_in_windows:
+                full_chunks = self._paged.plan_chunks(*contexts, is_reversed=directions, is_chunked=self._is_chunked)
+        return PagedStep(self._paged, decode_rows, decodes, chunks, full_chunks)
 
 
 class StepOfKinds:
@@ -155,8 +265,7 @@ def attention_planner(
 
     `dtype`: of queries, and of the cache unless it has scales. `scores`: the model's (Decoder.scores). `rings`: where
     layers with a window have keys and values, if not in the blocks of `table`.
-    Raises ConfigError for an unavailable choice.
-    """
+    Raises ConfigError for an unavailable choice."""
     if storage.layout.is_int8 and storage.device.type != "cpu":
         raise ConfigError(f"kv_cache_dtype=int8 is computed on CPUs alone, not on {storage.device}; fp8 is as small.")
     if storage.layout.dtype == FP8 and storage.layout.kv_width % _SCALE_ALIGNMENT:
@@ -231,9 +340,7 @@ def check_libraries(
     choice: str, layout: BlockLayout, num_blocks: int, config: ModelConfig, device: torch.device
 ) -> None:
     """Check the libraries that may compute prompts and chunks over so many blocks, before their memory is allocated.
-
-    `choice` as for attention_planner, which uses the results. Nothing happens where no library may be used.
-    """
+    `choice` as for attention_planner, which uses the results. Nothing happens where no library may be used."""
     if device.type != CUDA or choice not in (AUTO, TRITON) or not gpu_kernels_available(device):
         return
     gpu_attention = importlib.import_module("alignedserve.runtime.attention.triton_backend")

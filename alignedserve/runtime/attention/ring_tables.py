@@ -10,8 +10,7 @@ attended, what the next tokens read is copied into the ring (RingRows.settle).
 
 Example: blocks of 16 tokens, a window of 32, so rings of 4 blocks. A context of 40 tokens goes on by 100. Tokens 40 to
 47 go to block 2 of the ring; those from 48 on to six scratch blocks, in the places of blocks 3 to 8. Behind the chunk
-the last four of these, 5 to 8, are copied into blocks 1, 2, 3 and 0 of the ring.
-"""
+the last four of these, 5 to 8, are copied into blocks 1, 2, 3 and 0 of the ring."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -154,13 +153,15 @@ class RingTables:
         self._lent: dict[int, slice] = {}  # by row: columns in which it has scratch blocks
 
     def begin(self, rows: IntArray, counts: IntArray) -> RingPlan:
-        """Plan rows of the table that compute `counts` tokens each, but for the slots of these tokens.
-
-        The tables of other rows stay unchanged: a pass that was stopped may go on with them.
-        """
+        """Plan rows of the table that compute `counts` tokens each, but for the slots of these tokens. The tables of
+        other rows stay unchanged: a pass that was stopped may go on with them."""
         table, size = self._table, self._layout.block_size
         fresh = self._enter(rows[self._entries[rows] != table.entries[rows]])
-        self._take_back(rows)
+        for row in rows.tolist() if self._lent else ():
+            columns = self._lent.pop(row, None)
+            if columns is not None:
+                self.tables[:, row, columns] = self._own_blocks(row, columns)
+                self.changes += 1
         before, after = table.num_computed[rows], table.num_computed[rows] + counts
         chunk_copies, chunks = self._no_copies, np.flatnonzero(counts > size + 1)
         if len(chunks):
@@ -178,9 +179,7 @@ class RingTables:
 
     def with_room(self, slices: Slices, compute: Callable[[RequestId, int], None]) -> Slices:
         """Let `compute` compute what there is no scratch for in steps of its own; return what is left of the slices.
-
-        Only slices that compute tokens again are so long. The last token of each is left.
-        """
+        Only slices that compute tokens again are so long. The last token of each is left."""
         while sum(self._num_lent(*piece) for piece in slices) > len(self._scratch):
             longest = max(slices, key=lambda piece: self._num_lent(*piece))
             request_id, count = longest
@@ -230,13 +229,6 @@ class RingTables:
 
     def _own_blocks(self, row: int, columns: slice | IntArray) -> IntArray:
         return self._rings(np.array([row]))[:, 0, self._in_ring[columns]]
-
-    def _take_back(self, rows: IntArray) -> None:
-        for row in rows.tolist() if self._lent else ():
-            columns = self._lent.pop(row, None)
-            if columns is not None:
-                self.tables[:, row, columns] = self._own_blocks(row, columns)
-                self.changes += 1
 
     def _lend(self, rows: IntArray, before: IntArray, after: IntArray) -> IntArray:
         size, used, copies = self._layout.block_size, 0, [self._no_copies]

@@ -240,8 +240,7 @@ class SequenceTable:
         Schedulers cut prompts anywhere. A slice that would end inside a run ends before it; the slice that reaches the
         run's end computes the rest.
 
-        Example: a run of positions 4 to 9, in slices of 6, 3 and 3 tokens: they compute 4, 0 and 8.
-        """
+        Example: a run of positions 4 to 9, in slices of 6, 3 and 3 tokens: they compute 4, 0 and 8."""
         if not self.whole_runs:
             return slices
         whole = []
@@ -278,8 +277,7 @@ Runs = Sequence[PictureRun]
 def ends_of(runs: Mapping[int, Runs], rows: IntArray, before: IntArray, counts: IntArray) -> IntArray | None:
     """Return where what each token of these chunks reads ends [tokens]; None: none of them reads a later one.
 
-    `runs`: of rows that have some; `before`: computed tokens in front of each chunk.
-    """
+    `runs`: of rows that have some; `before`: computed tokens in front of each chunk."""
     if not any(row in runs for row in rows.tolist()):
         return None
     ends = []

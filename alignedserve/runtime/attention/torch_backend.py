@@ -1,8 +1,7 @@
 """Attention in plain PyTorch: contexts are gathered into buffers, similar lengths together, padded and masked.
 
 The plan of a decode batch is kept: while the same sequences decode one token per step, a step changes one entry per
-sequence, whatever the context length. It is rebuilt when the batch changes or a bucket runs out of slots.
-"""
+sequence, whatever the context length. It is rebuilt when the batch changes or a bucket runs out of slots."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from torch import Tensor
 from alignedserve.runtime.attention.backend import Contexts
 from alignedserve.runtime.attention.sequence_table import IntArray, Runs, ends_of
 from alignedserve.runtime.device.arrays import Array
-from alignedserve.runtime.kv.layer_kind import CachedLayers
+from alignedserve.runtime.kv.block_storage import CachedLayers
 from kernels.attention import (
     PLAIN_SCORES,
     GatherBuffers,
@@ -77,8 +76,7 @@ class DecodePlan:
     """Buckets over decoding sequences, shortest context first, with one new token each.
 
     `padded_share`: share of attention's time spent on slots that only a longer sequence of the same bucket needs, for
-    the lengths at which the plan was built; until it is rebuilt, all of them grow alike.
-    """
+    the lengths at which the plan was built; until it is rebuilt, all of them grow alike."""
 
     def __init__(self, table: Contexts, storage: CachedLayers, rows: IntArray, window: ReadWindow | None) -> None:
         """`rows`: the sequences; the position of each one's new token is its num_computed."""
@@ -203,12 +201,9 @@ class DecodePlan:
 
 
 def bucket_bounds(blocks: list[int], max_blocks: int) -> list[tuple[int, int]]:
-    """Split sequences, given their numbers of blocks in ascending order, into runs [first, last).
-
-    All sequences of a bucket are padded to its longest, which exceeds its shortest by at most a quarter and one block.
-    A bucket holds at most `max_blocks` blocks after padding, but may always hold a handful of sequences of similar
-    length.
-    """
+    """Split sequences, given their numbers of blocks in ascending order, into runs [first, last). All sequences of a
+    bucket are padded to its longest, which exceeds its shortest by at most a quarter and one block. A bucket holds at
+    most `max_blocks` blocks after padding, but may always hold a handful of sequences of similar length."""
     bounds = []
     first = 0
     for index, length in enumerate(blocks):
@@ -246,8 +241,7 @@ def plan_chunk(
     """Plan the next `num_tokens` tokens of the sequence in `row`, which are token rows from `first` on.
 
     `dtype`: of queries. Where the cache rounds, new tokens too are read from it: however a prompt is cut, its results
-    are the same.
-    """
+    are the same."""
     before = int(table.num_computed[row])
     context_len = before + num_tokens
     runs = None

@@ -1,8 +1,7 @@
 """Attention by the Triton kernels, which read blocks in place; work is partitioned evenly over the batch.
 
 A step's plan is a few integers per sequence, computed on the host. The arrays for a number of decodes have the same
-sizes whatever their contexts, except for the block tables, which come last (`DecodeGraphs` replays with new ones).
-"""
+sizes whatever their contexts, except for the block tables, which come last (`DecodeGraphs` replays with new ones)."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -21,25 +20,22 @@ from alignedserve.core.request import SamplingParams
 from alignedserve.runtime.attention.backend import Contexts
 from alignedserve.runtime.attention.libraries import (
     AttentionLibrary,
-    PromptChoice,
-    PromptSetup,
-    best_libraries,
-    choose_prompts,
-    installed_libraries,
-)
-from alignedserve.runtime.attention.library_steps import (
     ChunkComputer,
     ContextChunks,
     LibraryChunks,
     LibraryPrompts,
     OnFailure,
+    PromptChoice,
+    PromptSetup,
+    best_libraries,
+    choose_prompts,
+    installed_libraries,
     is_worth_gathering,
 )
 from alignedserve.runtime.attention.ring_tables import RingTables
 from alignedserve.runtime.attention.sequence_table import IntArray, NewSequence, Runs, SequenceTable, ends_of
 from alignedserve.runtime.device.arrays import Array, to_device
-from alignedserve.runtime.kv.block_storage import BlockStorage
-from alignedserve.runtime.kv.layer_kind import CachedLayers
+from alignedserve.runtime.kv.block_storage import BlockStorage, CachedLayers
 from kernels.attention import PLAIN_SCORES, ScoreForm
 from kernels.gpu.attention.block_entries import BlockArrays, TableArrays, block_arrays
 from kernels.gpu.attention.decode_attention import DecodeBatch, decode_batch, decode_tiling, paged_decode
@@ -47,13 +43,7 @@ from kernels.gpu.attention.latent_attention import LatentTiling, latent_decode, 
 from kernels.gpu.attention.prefill_attention import ChunkBatch, chunk_tiles, paged_prefill, tiling
 from kernels.gpu.attention.work_partition import WorkPartition, first_read, partition
 from kernels.gpu.blocks import BlockTables, BlockView
-from kernels.gpu.launching import (
-    CompiledKernel,
-    multiprocessor_of,
-    parts_of,
-    program_shared_bytes,
-    programs_at_once,
-)
+from kernels.gpu.launching import CompiledKernel, multiprocessor_of, parts_of, program_shared_bytes, programs_at_once
 from kernels.gpu_dispatch import can_launch, on_device
 
 logger = logging.getLogger(__name__)
@@ -70,12 +60,7 @@ class GpuStep:
 
     padded_share = 0.0
 
-    def __init__(
-        self,
-        rows: IntArray,
-        decodes: "Decodes | None",
-        chunks: ChunkComputer | None,
-    ) -> None:
+    def __init__(self, rows: IntArray, decodes: "Decodes | None", chunks: ChunkComputer | None) -> None:
         self.decode_rows = rows
         self.decodes = decodes
         self.prompts = chunks
@@ -253,8 +238,7 @@ class GpuPlanner:
     ) -> None:
         """Compute prompts from their start, or chunks over blocks, by this library from now on.
 
-        `clears_tails`: the slots behind a context are zeroed before the library reads its last block.
-        """
+        `clears_tails`: the slots behind a context are zeroed before the library reads its last block."""
         self._whole = library if for_whole else self._whole
         if for_paged:
             self._paged, self._clears_tails = library, clears_tails
@@ -313,11 +297,9 @@ class GpuPlanner:
         )
 
     def _may_read(self, rows: IntArray) -> bool:
-        """Return whether a library may read the contexts of these rows: their slots go forwards.
-
-        Where it needs numbers behind them, all must: what is zeroed there may be the other's where two sequences share
-        a block from its two ends.
-        """
+        """Return whether a library may read the contexts of these rows: their slots go forwards. Where it needs numbers
+        behind them, all must: what is zeroed there may be the other's where two sequences share a block from its two
+        ends."""
         is_reversed = self.table.is_reversed
         return not (is_reversed if self._clears_tails else is_reversed[rows]).any()
 
@@ -358,8 +340,7 @@ def gpu_attention_works(layout: BlockLayout, group: int, device: torch.device, l
 def choose_prompt_attention(planner: GpuPlanner, rings: GpuPlanner | None = None) -> PromptChoice:
     """Have the planner use the libraries that the GPU's generation and their checks allow.
 
-    `rings`: the planner of layers that have some, whose chunks no library reads.
-    """
+    `rings`: the planner of layers that have some, whose chunks no library reads."""
     storage, window = planner.storage, planner.window if rings is None else rings.window
     assert isinstance(storage, BlockStorage), "a library for some of the layers"
     choice = prompt_choice(storage.layout, storage.num_blocks, planner.heads[1], window, storage.device)
@@ -437,11 +418,9 @@ _ALIGNMENT = 4
 
 
 class GpuRingPlanner(GpuPlanner):
-    """A GpuPlanner of the layers whose keys and values are in rings: see `ring_tables`.
-
-    All rings of a step are alike but for their blocks: its work is partitioned once. Contexts of sequences that decode
-    are cut to the blocks that their windows touch, and so their arrays have the same sizes whatever the contexts.
-    """
+    """A GpuPlanner of the layers whose keys and values are in rings: see `ring_tables`. All rings of a step are alike
+    but for their blocks: its work is partitioned once. Contexts of sequences that decode are cut to the blocks that
+    their windows touch, and so their arrays have the same sizes whatever the contexts."""
 
     def __init__(
         self,

@@ -1,7 +1,6 @@
 """Copies of host arrays to a device: many small arrays in one copy, for a GPU from page-locked memory.
 
-Every copy costs some microseconds however small it is, and a copy from pageable memory blocks the host.
-"""
+Every copy costs some microseconds however small it is, and a copy from pageable memory blocks the host."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -54,11 +53,8 @@ class ArrayPacking:
 
 
 def to_device(arrays: Sequence[Array], device: torch.device) -> list[Tensor]:
-    """Return the arrays as tensors on the device.
-
-    The copy to a GPU is only enqueued, on the current stream; on a CPU the tensors share the arrays'
-    memory. No arrays are no tensors.
-    """
+    """Return the arrays as tensors on the device. The copy to a GPU is only enqueued, on the current stream; on a CPU
+    the tensors share the arrays' memory. No arrays are no tensors."""
     if device.type == "cpu" or not arrays:
         return [torch.from_numpy(array) for array in arrays]
     if len(arrays) == 1:

@@ -1,8 +1,7 @@
 """Sums and collections over the ranks of one worker: through shared memory on a CPU, else by torch.distributed.
 
 Every rank makes the same calls in the same order. Sums on a CPU are added from rank 0 to the last, so that they are the
-same bits on every rank and whatever else is in the same tensor; NCCL chooses an order of its own.
-"""
+same bits on every rank and whatever else is in the same tensor; NCCL chooses an order of its own."""
 
 from datetime import timedelta
 from pathlib import Path
@@ -62,18 +61,15 @@ class SharedMemoryCollectives:
 
 
 class ProcessGroupCollectives:
-    """Collectives of a process group of torch.distributed: gloo on CPUs, NCCL on GPUs.
-
-    The group is this worker's own: never init_process_group, no WORLD.
-    """
+    """Collectives of a process group of torch.distributed: gloo on CPUs, NCCL on GPUs. The group is this worker's own:
+    never init_process_group, no WORLD."""
 
     exchange: RankExchange | None = None
 
     def __init__(self, meeting: Path, rank: int, size: int, device: torch.device, *, timeout_s: float) -> None:
         """`meeting`: a file in a folder of this user alone, by which the ranks find each other.
 
-        Raises ExchangeBroken if they do not meet.
-        """
+        Raises ExchangeBroken if they do not meet."""
         self.rank, self.size = rank, size
         self._is_nccl = device.type == "cuda"
         make = _nccl_group if self._is_nccl else gloo_group

@@ -27,20 +27,16 @@ def processor_name() -> str:
 
 
 def threads_per_worker(num_workers: int) -> int:
-    """Return how many computing threads each of these workers has on this machine.
-
-    More computing threads than cores are worse than idle cores: a forward pass waits at every layer for all of its
-    threads, and a thread that another worker has preempted delays it by whole time slices.
-    """
+    """Return how many computing threads each of these workers has on this machine. More computing threads than cores
+    are worse than idle cores: a forward pass waits at every layer for all of its threads, and a thread that another
+    worker has preempted delays it by whole time slices."""
     return max(1, num_cores() // num_workers)
 
 
 def threads_per_copy() -> int:
-    """Return the threads of a copy of many blocks: a core in eight, four at most.
-
-    One thread copies at the speed of one core, a fraction of what the memory of a large machine allows. Copies run
-    beside iterations, and several at a time, so they take few cores.
-    """
+    """Return the threads of a copy of many blocks: a core in eight, four at most. One thread copies at the speed of one
+    core, a fraction of what the memory of a large machine allows. Copies run beside iterations, and several at a time,
+    so they take few cores."""
     return max(1, min(_MOST_PER_COPY, num_cores() // _CORES_PER_COPYING_THREAD))
 
 

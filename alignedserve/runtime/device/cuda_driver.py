@@ -1,8 +1,7 @@
 """CUDA's driver: its library, the registration of host memory, and copies of many pieces at once.
 
 The runtime's `cudaHostRegister` does the same, but what it refuses stays the last error of its thread, and PyTorch
-raises that at the next launch, of whatever kernel. The driver's calls return their errors and keep none.
-"""
+raises that at the next launch, of whatever kernel. The driver's calls return their errors and keep none."""
 
 import ctypes
 import functools
@@ -149,11 +148,9 @@ class RowRuns(NamedTuple):
 
 
 class BatchedCopies:
-    """Copies of many pieces of memory by one call of CUDA's driver, done by its copy engines without a kernel.
-
-    PyTorch has no such call: a copy of its own costs the host some 30 microseconds, as much as a link needs for 2 MiB.
-    Gathering the pieces first would take twice their bytes of the device's memory, and kernels would wait.
-    """
+    """Copies of many pieces of memory by one call of CUDA's driver, done by its copy engines without a kernel. PyTorch
+    has no such call: a copy of its own costs the host some 30 microseconds, as much as a link needs for 2 MiB.
+    Gathering the pieces first would take twice their bytes of the device's memory, and kernels would wait."""
 
     def __init__(self, function: Any, *, tells_failed: bool) -> None:
         """`tells_failed`: it has an argument more, as before CUDA 13: the copy that was refused."""
@@ -162,10 +159,8 @@ class BatchedCopies:
         self._tells_failed = tells_failed
 
     def enqueue(self, sources: Ints, targets: Ints, sizes: Ints, stream: int) -> bool:
-        """Copy pieces of memory, by addresses and bytes, on a stream of the thread's current device.
-
-        Return False where the driver refuses, for whatever reason: then all of it must be copied by other means.
-        """
+        """Copy pieces of memory, by addresses and bytes, on a stream of the thread's current device. Return False where
+        the driver refuses, for whatever reason: then all of it must be copied by other means."""
         calls = (np.cumsum(sizes) - 1) // _BYTES_OF_CALL
         bounds = [0, *(np.flatnonzero(np.diff(calls)) + 1).tolist(), len(sizes)]
         parts = (slice(first, last) for first, last in pairwise(bounds))

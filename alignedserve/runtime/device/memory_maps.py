@@ -2,8 +2,7 @@
 
 That setting (`/sys/kernel/mm/transparent_hugepage/shmem_enabled`) is `never` almost everywhere, and forbids only pages
 that the kernel would choose by itself. A program may ask for a range to be collapsed into huge pages (MADV_COLLAPSE,
-Linux 6.1), which only `deny` refuses, while other processes use it.
-"""
+Linux 6.1), which only `deny` refuses, while other processes use it."""
 
 import contextlib
 import ctypes
@@ -67,10 +66,8 @@ _BUSY_TRIES = 3
 
 def map_file(file_descriptor: int, size: int) -> Any:
     """Map a file from its beginning, shared, where huge pages fit; return a buffer of so many bytes. Raises OSError.
-
     The file is unmapped when the buffer and all views of it are garbage-collected; until then the mapping keeps the
-    file and its lock. The descriptor stays the caller's.
-    """
+    file and its lock. The descriptor stays the caller's."""
     reserved_bytes = size + HUGE_PAGE
     reserved = map_memory(None, reserved_bytes, PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     at = -(-reserved // HUGE_PAGE) * HUGE_PAGE
@@ -90,12 +87,10 @@ def map_file(file_descriptor: int, size: int) -> Any:
 def take_pages(
     file_descriptor: int, content_of: Callable[[], Any], size: int, note: Callable[[int], None] | None = None
 ) -> threading.Thread | None:
-    """Take the memory of a mapped file; a thread puts it on huge pages beside the caller, content and all.
-
-    A kernel takes 256 MiB of small pages in 0.1 s. Huge pages cost some virtual machines 1 to 6 s, for which a cluster
-    without its only pool would wait. `content_of`: the mapping; None once it is not needed. `note`: gets the bytes on
-    huge pages. Raises OSError when there is not enough memory.
-    """
+    """Take the memory of a mapped file; a thread puts it on huge pages beside the caller, content and all. A kernel
+    takes 256 MiB of small pages in 0.1 s. Huge pages cost some virtual machines 1 to 6 s, for which a cluster without
+    its only pool would wait. `content_of`: the mapping; None once it is not needed. `note`: gets the bytes on huge
+    pages. Raises OSError when there is not enough memory."""
     take_space(file_descriptor, 0, size)
     if size < HUGE_PAGE:
         return None
@@ -133,8 +128,7 @@ def _is_collapsed(at: int, size: int) -> bool:
 def huge_pages(size: int, *, populated_bytes: int) -> mmap.mmap:
     """Allocate memory on huge pages, which are copied faster and filled several times as fast.
 
-    `populated_bytes`: taken at once, from the beginning; the rest is taken at its first write. Raises OSError.
-    """
+    `populated_bytes`: taken at once, from the beginning; the rest is taken at its first write. Raises OSError."""
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # a kernel without them
         memory.madvise(MADV_HUGEPAGE)

@@ -5,8 +5,7 @@ takes about a tenth of a second for each GiB. One registration is limited (drive
 memory is registered in chunks. A copy that reaches over two of them is refused as an invalid argument, so chunks are
 cut between rows, and whoever copies neighbours splits them there.
 
-Nothing here loads torch: the KV pool, whose arena it is, does without it.
-"""
+Nothing here loads torch: the KV pool, whose arena it is, does without it."""
 
 import math
 import mmap
@@ -26,10 +25,8 @@ class MemoryDriver(Protocol):
 
 
 class RegisteredMemory:
-    """Rows registered from construction until `close`, all of them or, with the `obstacle`, none.
-
-    It is to be closed before the memory is unmapped.
-    """
+    """Rows registered from construction until `close`, all of them or, with the `obstacle`, none. It is to be closed
+    before the memory is unmapped."""
 
     def __init__(
         self,
@@ -44,7 +41,8 @@ class RegisteredMemory:
         """`head_bytes`: in front of the first row, which begins a page; registered with it."""
         assert (address + head_bytes) % mmap.PAGESIZE == 0, "rows that begin a page"
         self.obstacle: str | None = None
-        self.rows_per_chunk = _rows_per_chunk(row_bytes, chunk_bytes)
+        together = mmap.PAGESIZE // math.gcd(row_bytes, mmap.PAGESIZE)
+        self.rows_per_chunk = max(1, chunk_bytes // row_bytes // together) * together
         self._driver = driver
         self._chunks: list[int] = []
         end = address + head_bytes + num_rows * row_bytes
@@ -61,8 +59,3 @@ class RegisteredMemory:
         """Undo the registration. May be repeated; no copy may be under way."""
         while self._chunks:
             self._driver.unregister(self._chunks.pop())
-
-
-def _rows_per_chunk(row_bytes: int, chunk_bytes: int) -> int:
-    together = mmap.PAGESIZE // math.gcd(row_bytes, mmap.PAGESIZE)
-    return max(1, chunk_bytes // row_bytes // together) * together

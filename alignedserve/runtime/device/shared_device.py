@@ -5,8 +5,7 @@ posts a time there until which other workers give way. A worker that computes fo
 as another model's post holds, before its iteration and, where its engine can, between two layers. Prompts of chats of
 the same model hold it as well, where the model's workers have more threads than the machine has cores. Documents keep a
 share of the time: what they may stand still is in proportion to what they have computed. Posts of a process that dies
-expire by themselves, and so does its claim to the slot, a lock.
-"""
+expire by themselves, and so does its claim to the slot, a lock."""
 
 import contextlib
 import fcntl
@@ -39,8 +38,7 @@ class DeviceBoard:
     def __init__(self, path: Path, deployment_id: str, num_threads: int = 0) -> None:
         """`path`: of the board, made by the first worker. Without a free slot nothing is posted, and posts are seen.
 
-        `num_threads`: that its worker computes with, on cores; 0: on a device of another kind.
-        """
+        `num_threads`: that its worker computes with, on cores; 0: on a device of another kind."""
         self._file = open_private(path, os.O_RDWR | os.O_CREAT)
         os.ftruncate(self._file, _NUM_SLOTS * _SLOT.itemsize)
         self._memory = mmap.mmap(self._file, _NUM_SLOTS * _SLOT.itemsize)
@@ -52,8 +50,7 @@ class DeviceBoard:
     def post(self, until_s: float, *, is_prompt: bool = False) -> None:
         """Ask others to give way until then, by the system's monotonic clock; 0.0: no more.
 
-        `is_prompt`: workers of the same model too, where threads want more cores than there are.
-        """
+        `is_prompt`: workers of the same model too, where threads want more cores than there are."""
         if self._own is not None:
             self._slots["prompt_until_s"][self._own] = until_s if is_prompt else 0.0
             self._slots["until_s"][self._own] = until_s
@@ -109,8 +106,7 @@ class SharedDevice:
     ) -> "SharedDevice | None":
         """Return the conduct of a worker of this deployment; None: it gives way to none.
 
-        `folder`: private, of the cluster on this host. `device`: as torch spells it. `num_threads`: see DeviceBoard.
-        """
+        `folder`: private, of the cluster on this host. `device`: as torch spells it. `num_threads`: see DeviceBoard."""
         if best_effort_share >= 1.0:
             return None
         board = DeviceBoard(folder / f"turns-{device.replace(':', '-')}", deployment_id, num_threads)
@@ -127,8 +123,7 @@ class SharedDevice:
     def begin(self, *, is_real_time: bool, has_prompt: bool = False, may_stop: bool = True) -> None:
         """Begin an iteration, which gives way first if it is for documents alone (not `is_real_time`).
 
-        `has_prompt`: of a chat. `may_stop`: an iteration for documents alone, between its layers.
-        """
+        `has_prompt`: of a chat. `may_stop`: an iteration for documents alone, between its layers."""
         if is_real_time:
             self._has_arrival.clear()
             self._board.post(time.monotonic() + _POSTED_S, is_prompt=has_prompt)

@@ -4,8 +4,7 @@ Work on one stream runs in order. Work on different streams is unordered except 
 which another stream used last must wait for an event recorded after that use.
 
 `CudaStreams` are CUDA streams; `HostStreams`, for a CPU, run everything at once. Tests have streams of their own, which
-run the same calls in a random order among all that the waits allow.
-"""
+run the same calls in a random order among all that the waits allow."""
 
 from collections import deque
 from collections.abc import Callable
@@ -38,11 +37,8 @@ class Stream(Protocol):
         """Whether a list of runs costs the host no more than one copy."""
 
     def run(self, operation: Callable[[], object]) -> None:
-        """Enqueue an operation, which is called at once or later.
-
-        Host memory that it reads must not change in between. The operation, and what it holds, stay alive until it is
-        done; the caller keeps nothing.
-        """
+        """Enqueue an operation, which is called at once or later. Host memory that it reads must not change in between.
+        The operation, and what it holds, stay alive until it is done; the caller keeps nothing."""
 
     def record(self) -> Event:
         """Record an event after all work enqueued so far."""
@@ -51,29 +47,22 @@ class Stream(Protocol):
         """Make all later work on this stream wait for the event, of any stream."""
 
     def copy_out(self, rows: Tensor, pinned: Tensor) -> None:
-        """Copy from the device to the host, between contiguous tensors of one shape and dtype.
-
-        `pinned` is page-locked. Both are kept alive until the copy is done; the caller must not touch their bytes
-        before.
-        """
+        """Copy from the device to the host, between contiguous tensors of one shape and dtype. `pinned` is page-locked.
+        Both are kept alive until the copy is done; the caller must not touch their bytes before."""
 
     def copy_in(self, pinned: Tensor, rows: Tensor) -> None:
         """Copy from the host to the device, under the terms of `copy_out`."""
 
     def copy_out_runs(self, rows: Tensor, pinned: Tensor, runs: RowRuns) -> None:
-        """Copy runs of rows to runs of the host's, in any order; uint8 [any number, row_bytes], and no row twice.
-
-        As `copy_out` in all else; no run reaches over the end of memory that was registered at once.
-        """
+        """Copy runs of rows to runs of the host's, in any order; uint8 [any number, row_bytes], and no row twice. As
+        `copy_out` in all else; no run reaches over the end of memory that was registered at once."""
 
     def copy_in_runs(self, pinned: Tensor, rows: Tensor, runs: RowRuns) -> None:
         """Copy runs of the host's rows to runs of rows, under the terms of `copy_out_runs`."""
 
     def run_peer(self, operation: Callable[[], object], source: Tensor, target: Tensor, *, num_rows: int) -> None:
-        """Enqueue an operation that copies so many rows of `source` to `target`, one of which may be mapped memory.
-
-        As `run` in all else.
-        """
+        """Enqueue an operation that copies so many rows of `source` to `target`, one of which may be mapped memory. As
+        `run` in all else."""
 
 
 class StreamDefaults:
@@ -185,12 +174,10 @@ class CudaStream(StreamDefaults):
         return batched_copies() is not None
 
     def run(self, operation: Callable[[], object]) -> None:
-        """The operation is called at once; device memory that it allocates belongs to this stream.
-
-        Comes after earlier work of this thread on the device's current stream, such as copies of the operation's
-        inputs. PyTorch reuses a tensor's memory on the stream that made it as soon as nothing holds the tensor: the
-        operation with its inputs is held until it is done here.
-        """
+        """The operation is called at once; device memory that it allocates belongs to this stream. Comes after earlier
+        work of this thread on the device's current stream, such as copies of the operation's inputs. PyTorch reuses a
+        tensor's memory on the stream that made it as soon as nothing holds the tensor: the operation with its inputs is
+        held until it is done here."""
         self._join()
         try:
             with _CUDA.stream(self._stream):

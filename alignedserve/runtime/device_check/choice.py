@@ -12,12 +12,13 @@ from alignedserve.runtime.device.devices import (
     AUTO,
     CPU,
     CUDA,
+    cache_folder,
     cuda_obstacle,
     describe_gpus,
     gpu_names,
     machine_remarks,
+    obstacle_on,
 )
-from alignedserve.runtime.device.verdicts import cache_folder, obstacle_on
 
 logger = logging.getLogger(__name__)
 
@@ -43,10 +44,8 @@ def with_device(config: ClusterConfig, choice: DeviceChoice) -> ClusterConfig:
 
 
 def choose_device(name: str, check: Check | None = None) -> DeviceChoice:
-    """Return what `name`, as engine.device, means here; only auto asks anything. `check`: replaces the self-check.
-
-    The first check of a GPU takes as long as compiling kernels does, later ones are remembered.
-    """
+    """Return what `name`, as engine.device, means here; only auto asks anything. `check`: replaces the self-check. The
+    first check of a GPU takes as long as compiling kernels does, later ones are remembered."""
     if name != AUTO:
         return DeviceChoice(name, "; ".join(machine_remarks()) if name.startswith(CUDA) else "")
     if cuda_obstacle() is not None:

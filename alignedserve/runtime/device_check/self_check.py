@@ -23,9 +23,9 @@ from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.core.request import SampledToken, SamplingParams
 from alignedserve.runtime.attention.backend import AUTO, TORCH
 from alignedserve.runtime.attention.ring_tables import num_scratch_blocks
-from alignedserve.runtime.device.device_work import use_device
+from alignedserve.runtime.device.accelerator import use_device
+from alignedserve.runtime.device.devices import FAILURE, OK
 from alignedserve.runtime.device.dtypes import dtype_name
-from alignedserve.runtime.device.verdicts import FAILURE, OK
 from alignedserve.runtime.engine.engine import Engine, NewSequence
 from alignedserve.runtime.engine.engine_options import EngineOptions, OwnBlocks
 from alignedserve.runtime.engine.forward.decoder import Decoder
@@ -42,7 +42,7 @@ from alignedserve.runtime.model.decoder.decoder_parts import (
 )
 from alignedserve.runtime.model.decoder.model_config import ModelConfig
 from alignedserve.runtime.model.device_kinds import KINDS, RINGS
-from alignedserve.runtime.model.hf_config import parse_model_config
+from alignedserve.runtime.model.model_files import parse_model_config
 from alignedserve.runtime.model.weights.packed_products import GroupedRows, Rows
 from alignedserve.runtime.model.weights.weight_loader import assemble_weights
 from alignedserve.runtime.model.weights.weight_source import RandomSource, WeightSource

@@ -1,18 +1,96 @@
-"""One encoder for all families: they differ in tensors' names and options of EncoderConfig."""
+"""One encoder for all families: they differ in tensors' names and options of EncoderConfig.
+
+Bidirectional attention of whole prompts: by the native kernels, or in plain PyTorch prompt by prompt."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from types import MappingProxyType
+from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 
+from alignedserve.core.errors import ConfigError
+from alignedserve.runtime.attention.backend import TORCH, TRITON, attention_level
 from alignedserve.runtime.device.arrays import to_device
-from alignedserve.runtime.encoder.prompt_attention import PassAttention, PromptAttention
 from alignedserve.runtime.encoder.prompt_batch import PromptBatch
+from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.model.encoder.encoder_config import EncoderConfig, HeadActivation, Pooling
 from alignedserve.runtime.model.encoder.encoder_weights import DenseLayer, EncoderLayer, EncoderWeights
+from kernels.cpu.paged_attention import PagedAttention
+from kernels.rotary import HeadPlacement
+
+
+class PassAttention(Protocol):
+    """The attention of one pass, the same on every layer."""
+
+    def __call__(self, fused: Tensor) -> Tensor:
+        """Attend fused [tokens, 3 * hidden_size], queries, keys and values of a layer -> [tokens, hidden_size]."""
+
+
+class PromptAttention(Protocol):
+    """Plans the attention of passes."""
+
+    def plan(self, batch: PromptBatch) -> PassAttention:
+        """Plan a pass over these prompts."""
+
+
+def prompt_attention(choice: str, config: EncoderConfig, storage: BlockStorage, dtype: torch.dtype) -> PromptAttention:
+    """Return the attention for `choice`, one of CHOICES. Raises ConfigError for an unavailable one."""
+    if choice == TRITON:
+        raise ConfigError("attention triton is for decoders; leave engine.attention_backend at auto.")
+    level = attention_level(choice, storage.device, dtype)
+    if level in (TORCH, TRITON):
+        return _TorchAttention(config)
+    return _NativeAttention(config, storage, level)
+
+
+class _NativeAttention:
+    def __init__(self, config: EncoderConfig, storage: BlockStorage, level: str) -> None:
+        self._shape = (config.num_heads, 1, config.head_dim)
+        self._paged = PagedAttention(storage.blocks, group=1, level=level)
+        dtype = storage.blocks.dtype
+        self._place = HeadPlacement(config.num_heads, config.num_heads, config.head_dim, dtype, storage.device)
+        self._cached = (storage.key_slots(0), storage.value_slots(0))
+
+    def plan(self, batch: PromptBatch) -> PassAttention:
+        rows, num_threads = np.arange(len(batch.lengths)), torch.get_num_threads()
+        args = (batch.block_tables, rows, batch.lengths, batch.lengths, None, num_threads)
+        plan = self._paged.plan_chunks(*args, is_bidirectional=True)
+        slots = torch.from_numpy(batch.slots)
+
+        def attend(fused: Tensor) -> Tensor:
+            width = fused.shape[1] // 3
+            self._place(fused, None, None, slots, *self._cached)
+            queries = fused[:, :width].view(len(fused), *self._shape)
+            attended = torch.empty(queries.shape, dtype=fused.dtype)
+            self._paged.run(plan, queries, attended, 0, is_windowed=False)
+            return attended.view(len(fused), width)
+
+        return attend
+
+
+class _TorchAttention:
+    def __init__(self, config: EncoderConfig) -> None:
+        self._heads = (3, config.num_heads, config.head_dim)
+
+    def plan(self, batch: PromptBatch) -> PassAttention:
+        lengths = batch.lengths.tolist()
+
+        def attend(fused: Tensor) -> Tensor:
+            return torch.cat([self._attend_one(prompt) for prompt in torch.split(fused, lengths)])
+
+        return attend
+
+    def _attend_one(self, prompt: Tensor) -> Tensor:
+        heads = prompt.view(len(prompt), *self._heads).permute(1, 2, 0, 3)  # [3, heads, tokens, head_dim]
+        queries, keys, values = heads.contiguous()[:, None].unbind()
+        attended = functional.scaled_dot_product_attention(queries, keys, values)
+        return attended[0].transpose(0, 1).reshape(len(prompt), -1)
+
 
 _ACTIVATIONS: Mapping[HeadActivation, Callable[[Tensor], Tensor]] = MappingProxyType(
     {
@@ -25,11 +103,9 @@ _ACTIVATIONS: Mapping[HeadActivation, Callable[[Tensor], Tensor]] = MappingProxy
 
 
 class TextHead:
-    """Pooling and the layers after it; of a cross-encoder the first token and its classifier.
-
-    Texts are treated one by one: elementwise functions of a library may round the last elements of an array in another
-    way, so that what shares an array could change a result.
-    """
+    """Pooling and the layers after it; of a cross-encoder the first token and its classifier. Texts are treated one by
+    one: elementwise functions of a library may round the last elements of an array in another way, so that what shares
+    an array could change a result."""
 
     def __init__(self, config: EncoderConfig, layers: Sequence[DenseLayer]) -> None:
         self._pooling = Pooling.CLS if config.score is not None else config.embedding.pooling

@@ -2,8 +2,7 @@
 
 A prompt's tokens all read each other, so it is computed as a whole once its last slice is scheduled; the slices before
 only count. Its blocks hold the keys and values of the layer that is computed, and nothing between iterations: so swaps
-and copies of them change nothing, and a prompt that resumes after them is computed from its tokens.
-"""
+and copies of them change nothing, and a prompt that resumes after them is computed from its tokens."""
 
 import logging
 import time
@@ -19,24 +18,23 @@ from alignedserve.core.errors import InvalidRequest, NotEnoughMemory
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import SampledToken
 from alignedserve.costmodel.linear import Sample
-from alignedserve.messages.iterations import Addition, IterationCompleted, IterationTimes, RunIteration
+from alignedserve.messages.iterations import IterationCompleted, IterationTimes, RunIteration
 from alignedserve.messages.wire import Message
 from alignedserve.process.heap import keep_freed_memory
 from alignedserve.process.links import Identity
 from alignedserve.process.loading_progress import LoadingProgress
 from alignedserve.process.worker_threads import WorkerThreads, run_quietly
+from alignedserve.runtime.device.accelerator import use_device
 from alignedserve.runtime.device.cores import num_cores
-from alignedserve.runtime.device.device_work import use_device
 from alignedserve.runtime.device.dtypes import torch_dtype
 from alignedserve.runtime.device.shared_device import SharedDevice
-from alignedserve.runtime.encoder.encoder import Encoder
-from alignedserve.runtime.encoder.prompt_attention import prompt_attention
+from alignedserve.runtime.encoder.encoder import Encoder, prompt_attention
 from alignedserve.runtime.encoder.prompt_batch import EncoderPrompt, PromptBatch
-from alignedserve.runtime.engine.device_turns import DeviceTurns
 from alignedserve.runtime.engine.engine_sizes import EngineSizes
-from alignedserve.runtime.engine.model_loading import check_memory
-from alignedserve.runtime.kv.block_copier import BlockCopier
+from alignedserve.runtime.engine.model_executor import DeviceTurns
+from alignedserve.runtime.engine.worker_engine import check_memory
 from alignedserve.runtime.kv.block_storage import BlockStorage
+from alignedserve.runtime.kv.candidate_memory import BlockCopier
 from alignedserve.runtime.kv.staged_copies import CopyLanes
 from alignedserve.runtime.kv.transfers.kv_transfer import AUTO as AUTO_TRANSPORT
 from alignedserve.runtime.model.encoder.encoder_config import EncoderConfig
@@ -52,10 +50,8 @@ _NO_TEXT = 0  # the token that stands for the end of a prompt; nobody reads it
 
 
 class EncoderExecutor:
-    """Performs RunIteration as ModelExecutor does. Each prompt ends with an empty token and its vector.
-
-    Construction takes as long as loading the weights, and raises NotEnoughMemory, ConfigError or ModelError.
-    """
+    """Performs RunIteration as ModelExecutor does. Each prompt ends with an empty token and its vector. Construction
+    takes as long as loading the weights, and raises NotEnoughMemory, ConfigError or ModelError."""
 
     has_shared_blocks = False
 
@@ -68,8 +64,7 @@ class EncoderExecutor:
     ) -> None:
         """`served`: an encoder. `progress_path`: the file for how far the loading has come.
 
-        `shared_device`: None: it gives way to none.
-        """
+        `shared_device`: None: it gives way to none."""
         self._turns = DeviceTurns(shared_device)
         config = served.encoder
         assert config is not None, "a decoder where an encoder belongs"
@@ -159,7 +154,14 @@ class EncoderExecutor:
         for request_id in command.removals:
             del self._prompts[request_id], self._num_computed[request_id]
         for addition in command.additions:
-            self._prompts[addition.request.request_id] = _prompt_of(addition)
+            request = addition.request
+            self._prompts[addition.request.request_id] = EncoderPrompt(
+                request_id=request.request_id,
+                token_ids=np.array(request.prompt_token_ids, np.int64),
+                second_text_at=request.second_text_at,
+                block_ids=list(addition.block_ids),
+                wants_embedding=request.sampling.wants_embedding,
+            )
             self._num_computed[addition.request.request_id] = addition.num_cached
         for request_id, block_ids in command.extensions:
             self._prompts[request_id].block_ids.extend(block_ids)
@@ -183,17 +185,6 @@ def passes_of(prompts: Sequence[EncoderPrompt]) -> Iterator[list[EncoderPrompt]]
         num_tokens += prompt.length
     if batch:
         yield batch
-
-
-def _prompt_of(addition: Addition) -> EncoderPrompt:
-    request = addition.request
-    return EncoderPrompt(
-        request_id=request.request_id,
-        token_ids=np.array(request.prompt_token_ids, np.int64),
-        second_text_at=request.second_text_at,
-        block_ids=list(addition.block_ids),
-        wants_embedding=request.sampling.wants_embedding,
-    )
 
 
 def _load_weights(

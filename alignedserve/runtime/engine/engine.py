@@ -1,8 +1,11 @@
-"""Computes tokens: one forward pass and one sampling step per call, for any mixture of sequences."""
+"""Computes tokens: one forward pass and one sampling step per call, for any mixture of sequences.
+
+How the engine of a worker's first rank keeps the other ranks at the same steps."""
 
 import time
 from collections.abc import Sequence
 from functools import partial
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -15,14 +18,13 @@ from alignedserve.core.request import SampledToken
 from alignedserve.runtime.attention.backend import AttentionPlanner, Contexts, TableKeeper
 from alignedserve.runtime.attention.registry import attention_planner
 from alignedserve.runtime.attention.ring_tables import RingTables
-from alignedserve.runtime.attention.sequence_table import NewSequence, SequenceTable
+from alignedserve.runtime.attention.sequence_table import IntArray, NewSequence, SequenceTable
+from alignedserve.runtime.device.accelerator import in_inference_mode
 from alignedserve.runtime.device.arrays import to_device
-from alignedserve.runtime.device.device_work import in_inference_mode
-from alignedserve.runtime.device.streams import DeviceStreams, Stream, streams_of
+from alignedserve.runtime.device.streams import DeviceStreams, Event, Stream, streams_of
 from alignedserve.runtime.engine.engine_options import NO_OWN_BLOCKS, EngineAbilities, EngineOptions, OwnBlocks
 from alignedserve.runtime.engine.forward.decoder import Decoder
 from alignedserve.runtime.engine.forward.forward_batch import LastTokenContexts, LastTokenPlanner
-from alignedserve.runtime.engine.rank_mirror import RankMirror, wait_for_step
 from alignedserve.runtime.engine.sampling.sampler import Sampler
 from alignedserve.runtime.engine.steps.batch_builder import BatchBuilder
 from alignedserve.runtime.engine.steps.hidden_cache import HiddenContexts
@@ -30,7 +32,11 @@ from alignedserve.runtime.engine.steps.next_step import BlockLoans, NextStep, Ri
 from alignedserve.runtime.engine.steps.step import (
     MASKS_FIRST_S,
     NO_TIMES,
+    NO_TOKEN,
+    ChosenTokens,
     Forced,
+    JumpAhead,
+    LateStates,
     PromptLogprobs,
     Slices,
     StepBatch,
@@ -38,6 +44,9 @@ from alignedserve.runtime.engine.steps.step import (
     StepOutput,
     StepSlice,
     StepTimes,
+    forced_counts,
+    last_tokens,
+    with_forced,
 )
 from alignedserve.runtime.engine.steps.step_passes import (
     Capture,
@@ -47,17 +56,53 @@ from alignedserve.runtime.engine.steps.step_passes import (
     StepPasses,
     graph_sizes,
 )
-from alignedserve.runtime.engine.steps.step_states import LateStates
-from alignedserve.runtime.engine.steps.step_tokens import (
-    NO_TOKEN,
-    ChosenTokens,
-    JumpAhead,
-    forced_counts,
-    last_tokens,
-    with_forced,
-)
 from alignedserve.runtime.grammar.token_masks import TokenMasks
 from alignedserve.runtime.kv.block_storage import BlockStorage
+
+
+class RankMirror(Protocol):
+    """The other ranks of a worker. They perform commands in order, and get them with the next `flush`."""
+
+    def add_sequence(self, sequence: NewSequence) -> None:
+        """Add the sequence, without a grammar: the other ranks sample nothing."""
+
+    def append_blocks(self, request_id: RequestId, block_ids: Sequence[BlockId]) -> None:
+        """Extend the sequence's block table."""
+
+    def copy_blocks(self, sources: Sequence[BlockId]) -> None:
+        """Read these blocks, for the next `write_copies`."""
+
+    def write_copies(self, targets: Sequence[BlockId]) -> None:
+        """Write what `copy_blocks` read."""
+
+    def replace_block(self, request_id: RequestId, index: int, block_id: BlockId) -> None:
+        """Let the sequence read this block in place of its own."""
+
+    def remove_sequence(self, request_id: RequestId) -> None:
+        """Forget the sequence."""
+
+    def run_step(self, slices: Slices, forced: Forced, *, takes_highest: bool) -> None:
+        """Compute these slices; `forced`: tokens that sequences get before, `takes_highest`: as in StepLaunch."""
+
+    def set_tokens(self, token_ids: IntArray) -> None:
+        """Take the tokens of the latest step, by its sampled rows; see NO_TOKEN."""
+
+    def flush(self) -> None:
+        """Send what was told. Raises ExchangeBroken when a rank has ended."""
+
+    def wait_for(self, event: Event) -> None:
+        """Wait until the first rank's device has come to the event, behind a step of all ranks. Raises ExchangeBroken
+        when a rank has ended, or has not come for too long: the step's results mean nothing then."""
+
+
+def wait_for_step(event: Event, ranks: RankMirror | None) -> None:
+    """Wait until the device has come to the event behind a step. Raises ExchangeBroken as RankMirror.wait_for does.
+
+    `ranks`: the others that compute it; None: there are none."""
+    if ranks is None:
+        event.synchronize()
+    else:
+        ranks.wait_for(event)
 
 
 def read_whole(storage: BlockStorage, compute: Stream, block_ids: Sequence[BlockId]) -> Tensor:
@@ -90,8 +135,7 @@ class Engine:
     last known token samples the next one, which is appended to the sequence. That rule covers whole and chunked
     prefill, decode, recompute after preemption and resuming from a copy of the blocks.
 
-    Bad calls (unknown request, too few blocks, too many sequences or tokens) are broken invariants of the caller.
-    """
+    Bad calls (unknown request, too few blocks, too many sequences or tokens) are broken invariants of the caller."""
 
     def __init__(
         self,
@@ -107,9 +151,7 @@ class Engine:
     ) -> None:
         """`streams`, `capture`: replace those of the storage's device. `masks`: empty; None: no sequence may have a
         grammar. `ranks`: the others that compute the model with this one, the first; None: it is computed here alone.
-
-        Raises ConfigError for options that are unavailable here.
-        """
+        Raises ConfigError for options that are unavailable here."""
         layout, config, device = storage.layout, model.config, storage.device
         _check_fit(model, layout, options)
         self.model = model
@@ -180,11 +222,9 @@ class Engine:
         return self._table.hidden_block_tokens
 
     def add_sequence(self, sequence: NewSequence) -> None:
-        """Add a sequence. The caller keeps ownership of the blocks.
-
-        Blocks that hold cached tokens must be written before the sequence's first slice, which clears the unused slots
-        of the last of them. Full cached blocks may be shared with others, a partly filled one may not.
-        """
+        """Add a sequence. The caller keeps ownership of the blocks. Blocks that hold cached tokens must be written
+        before the sequence's first slice, which clears the unused slots of the last of them. Full cached blocks may be
+        shared with others, a partly filled one may not."""
         assert 0 <= min(sequence.token_ids) <= max(sequence.token_ids) < self.model.config.vocab_size, "unknown token"
         row = self._table.add(sequence)
         self._sampler.add(row, sequence)
@@ -239,21 +279,18 @@ class Engine:
     def record_graphs(self, *, has_adapters: bool = False) -> None:
         """Record CUDA graphs for every batch size, if any, and compile the sampling kernels, before serving.
 
-        `has_adapters`: sequences may have some: of such batches as well.
-        """
+        `has_adapters`: sequences may have some: of such batches as well."""
         if self._passes.graphs is not None:
             self._passes.record_all(self._builder, self._compute, self._sampler, has_adapters=has_adapters)
             self._compute.record().synchronize()
 
     @in_inference_mode
     def execute(self, slices: Slices, *, may_go_on: bool = True) -> StepOutput:
-        """Run one step of at least one slice, one per sequence, each within its sequence's tokens and blocks.
-
-        A slice is a StepSlice or an equal tuple. On a GPU the next step is launched behind this one, or prepared while
-        it is computed, assuming that sequences continue to decode. A slice that decodes takes tokens along that a
-        grammar forces. `may_go_on`: the device may be computing when this returns.
-        Called between two layers of a step (Decoder.stop_for), of other sequences, it runs before the rest of that.
-        """
+        """Run one step of at least one slice, one per sequence, each within its sequence's tokens and blocks. A slice
+        is a StepSlice or an equal tuple. On a GPU the next step is launched behind this one, or prepared while it is
+        computed, assuming that sequences continue to decode. A slice that decodes takes tokens along that a grammar
+        forces. `may_go_on`: the device may be computing when this returns. Called between two layers of a step
+        (Decoder.stop_for), of other sequences, it runs before the rest of that."""
         started = time.perf_counter()
         slices, skipped = (slices, ()) if self._enqueuing is not None else self._without_unready(slices)
         slices = self._table.whole_slices(slices if self._late is None else self._late.caught_up(slices))
@@ -390,10 +427,8 @@ class Engine:
         return self._sampler.wants_highest_alone(step.sampled_rows, launch.num_tokens)
 
     def _collect(self, launch: StepLaunch) -> tuple[list[SampledToken], list[RequestId]]:
-        """Wait for the step's tokens and write them into the table.
-
-        Returns them, and the sequences whose logits were not numbers.
-        """
+        """Wait for the step's tokens and write them into the table. Returns them, and the sequences whose logits were
+        not numbers."""
         wait_for_step(launch.computed, self._ranks)
         if launch.draw is None:
             return [], []

@@ -43,17 +43,13 @@ class EngineSizes:
 
     @property
     def may_launch_ahead(self) -> bool:
-        """Return whether a step may be launched for sequences that may turn out to have ended.
-
-        A CPU is not idle meanwhile; slots behind a sequence whose blocks are shared from both ends may be another's.
-        """
+        """Return whether a step may be launched for sequences that may turn out to have ended. A CPU is not idle
+        meanwhile; slots behind a sequence whose blocks are shared from both ends may be another's."""
         return self.is_decoding and not self.wants_shared_blocks and device_type(self.device) != CPU
 
     def configured(self, config: EngineConfig) -> "EngineSizes":
-        """Return these with the engine's configuration, whose device and threads are decided.
-
-        `lent_bytes` may be on the host, where they take nothing from the engine.
-        """
+        """Return these with the engine's configuration, whose device and threads are decided. `lent_bytes` may be on
+        the host, where they take nothing from the engine."""
         is_lending = device_type(config.device) != CPU and lends_device_memory(config)
         may_jump = self.is_decoding and not self.wants_shared_blocks  # else slots behind a sequence may be another's
         return replace(
@@ -109,20 +105,16 @@ def swapped_bytes(swap_space_bytes: int, scheduling: SchedulingConfig) -> int:
 
 
 def storage_blocks(layout: BlockLayout, kv_cache_bytes: int, hidden_block_tokens: int | None) -> int:
-    """Return the blocks that fit an engine's memory.
-
-    Hidden caches need a part of it to recompute keys and values, one layer at a time.
-    """
+    """Return the blocks that fit an engine's memory. Hidden caches need a part of it to recompute keys and values, one
+    layer at a time."""
     if hidden_block_tokens is None:
         return layout.blocks_in(kv_cache_bytes)
     return kv_cache_bytes // (layout.block_bytes + recomputing_bytes(layout, hidden_block_tokens))
 
 
 def engine_blocks(layout: BlockLayout, sizes: EngineSizes, num_scratch: int) -> int:
-    """Return the blocks of an engine's memory but for scratch blocks, for which a host has room beside it.
-
-    Raises NotEnoughMemory where there are none.
-    """
+    """Return the blocks of an engine's memory but for scratch blocks, for which a host has room beside it. Raises
+    NotEnoughMemory where there are none."""
     num_beside = 0 if device_type(sizes.device) == CPU else num_scratch
     num_blocks = storage_blocks(layout, sizes.kv_cache_bytes, sizes.hidden_block_tokens) - num_beside
     if num_blocks < 1:

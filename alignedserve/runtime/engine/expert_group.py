@@ -5,8 +5,7 @@
 On each layer the worker chooses experts, sends every process the rows of its experts, multiplies with its own experts,
 and adds all results up in the order in which it would have them alone: the same bits. A request is a header (layer,
 number of counts, number of rows), how many rows each expert has (int64), and the rows as they lie in memory; the answer
-is as many rows. A process ends with its parent: no other process has the other end of the lifeline, a pipe.
-"""
+is as many rows. A process ends with its parent: no other process has the other end of the lifeline, a pipe."""
 
 import contextlib
 import logging

@@ -1,8 +1,7 @@
 """Calibration: measures iterations for a second or two before a worker serves, for its policy's initial costs.
 
 Measurements are kept on disk for the next start. They are believed where two iterations, measured again, take about as
-long; otherwise all is measured anew. A process that was lost believes them at once: chats wait for it.
-"""
+long; otherwise all is measured anew. A process that was lost believes them at once: chats wait for it."""
 
 import logging
 import platform
@@ -24,7 +23,7 @@ from alignedserve.costmodel.iteration_points import Chunk, Point, calibrate, cal
 from alignedserve.costmodel.linear import Sample
 from alignedserve.costmodel.straggler import straggler_in, straggler_points
 from alignedserve.runtime.device.cores import processor_name
-from alignedserve.runtime.device.verdicts import keep, read_kept, verdict_path
+from alignedserve.runtime.device.devices import keep, read_kept, verdict_path
 from alignedserve.runtime.engine.engine import Engine, NewSequence
 from kernels.cpu.native import built_at
 
@@ -75,7 +74,9 @@ class IterationTimer:
             num_assigned = self._num_assigned
             chunks = [self._add_chunk(chunk) for chunk in point.chunks]
             slices = [*((request_id, 1) for request_id in decodes), *chunks]
-            seconds.append(self._execute(slices))
+            started = self._clock()
+            self._engine.execute(slices)
+            seconds.append(self._clock() - started)
             for request_id, _ in chunks:
                 self._engine.remove_sequence(request_id)
             self._num_assigned = num_assigned
@@ -83,11 +84,6 @@ class IterationTimer:
             self._engine.remove_sequence(request_id)
         self._engine.settle()  # else the next measurement waits for a step that was launched behind the last one
         return statistics.median(seconds)
-
-    def _execute(self, slices: Sequence[tuple[RequestId, int]]) -> float:
-        started = self._clock()
-        self._engine.execute(slices)
-        return self._clock() - started
 
     def _add_chunk(self, chunk: Chunk) -> tuple[RequestId, int]:
         known = chunk.num_cached + chunk.num_tokens
@@ -187,8 +183,7 @@ def measure_iterations(
     for each, on a device that others use. `kept`: from an earlier start, and for the next one.
 
     For about `duration_s`, or four rounds over most points; 0: none. At least two are run, the first of which is slow
-    and not counted. The content of the blocks is lost.
-    """
+    and not counted. The content of the blocks is lost."""
     if duration_s <= 0.0:
         return ()
     blocks = np.arange(min(engine.storage.num_blocks, _MAX_BLOCKS))
@@ -206,7 +201,10 @@ def measure_iterations(
 
     def measure(point: Point) -> float:
         if swap_space is not None and point.num_swapped:
-            return _swap_s(swap_space, point.num_swapped, engine.storage.layout.block_size, blocks, clock)
+            counted = engine.storage.layout.block_size * swap_space.width  # full-width tokens that a block counts for
+            chosen = blocks[: max(round(point.num_swapped / counted), 1)].tolist()
+            seconds = swap_space.time_copies([BlockId(block) for block in chosen], clock)
+            return seconds * point.num_swapped / (len(chosen) * counted)
         return timer.measure(point, 1)
 
     def measure_in_turn(point: Point) -> float:
@@ -232,16 +230,3 @@ def measure_iterations(
     if kept is not None:
         kept.keep(points, samples)
     return samples
-
-
-def _swap_s(
-    swap_space: "HostCaches",
-    num_tokens: int,
-    block_size: int,
-    blocks: np.typing.NDArray[np.int64],
-    clock: Callable[[], float],
-) -> float:
-    counted = block_size * swap_space.width  # full-width tokens that a block counts for
-    chosen = blocks[: max(round(num_tokens / counted), 1)].tolist()
-    seconds = swap_space.time_copies([BlockId(block) for block in chosen], clock)
-    return seconds * num_tokens / (len(chosen) * counted)

@@ -1,59 +1,230 @@
 """The model executor of a worker: the model, its blocks, a computing thread and a copying thread per peer.
 
 Prefill and decode workers differ in their decisions, not in how these are performed, so both own one of these.
+
+The turns of a worker on a shared device: its iterations for chats go before iterations for documents.
+
+Iterations that run within another one: its pass stands still between two layers meanwhile, and loses nothing.
 """
 
+import contextlib
 import logging
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
+from alignedserve.config.sections import EngineConfig
 from alignedserve.core.errors import FailureKind
+from alignedserve.core.ids import RequestId
 from alignedserve.core.plugins import load_plugin
 from alignedserve.costmodel.linear import Sample
 from alignedserve.messages.iterations import Addition, IterationCompleted, IterationTimes, PromptScores, RunIteration
 from alignedserve.messages.wire import Message
 from alignedserve.messages.workers import requests_of
 from alignedserve.process.links import Identity
+from alignedserve.process.process_spec import ProcessSpec
 from alignedserve.process.worker_threads import WorkerThreads
+from alignedserve.runtime.device.accelerator import use_device, working
 from alignedserve.runtime.device.cores import num_cores
-from alignedserve.runtime.device.device_work import use_device, working
+from alignedserve.runtime.device.devices import CPU, cache_folder, device_type
 from alignedserve.runtime.device.dtypes import torch_dtype
 from alignedserve.runtime.device.shared_device import SharedDevice
-from alignedserve.runtime.device.streams import streams_of
-from alignedserve.runtime.device.verdicts import cache_folder
-from alignedserve.runtime.engine.device_turns import DeviceTurns
+from alignedserve.runtime.device.streams import Event, Stream, streams_of
 from alignedserve.runtime.engine.engine import COMPUTE, NewSequence, StepTimes
-from alignedserve.runtime.engine.engine_sizes import EngineSizes, can_stop, threads_per_rank
+from alignedserve.runtime.engine.engine_sizes import LAYERS_AHEAD, EngineSizes, can_stop, threads_per_rank
 from alignedserve.runtime.engine.measured_iterations import KeptCalibration, measure_iterations
-from alignedserve.runtime.engine.model_loading import check_memory, load_vocabulary
 from alignedserve.runtime.engine.swap_space import make_swap_space
-from alignedserve.runtime.engine.urgent_iterations import UrgentIterations
 from alignedserve.runtime.engine.worker_engine import (
     ConnectStages,
     EngineBlocks,
+    check_memory,
     described,
     load_parts,
+    load_vocabulary,
     make_engine,
     share_of_first,
 )
 from alignedserve.runtime.grammar.compiler import GrammarCompiler
 from alignedserve.runtime.grammar.token_masks import TokenMasks
-from alignedserve.runtime.kv.block_copier import BlockCopier
+from alignedserve.runtime.kv.candidate_memory import BlockCopier
 from alignedserve.runtime.kv.staged_copies import CopyLanes
 from alignedserve.runtime.kv.transfers.kv_transfer import AUTO as AUTO_TRANSPORT
-from alignedserve.runtime.lora.sequence_adapters import SequenceAdapters
+from alignedserve.runtime.lora.adapter_cache import SequenceAdapters
 from alignedserve.runtime.model.model_files import unchanged_weights
 from alignedserve.runtime.model.served_model import ServedModel
 from alignedserve.runtime.pictures import NoPictures, Pictures, SequenceEmbeddings, Turn, rope_places
 from alignedserve.scheduling.picture_turns import TurnLengths
 from kernels.cpu.rank_exchange import ExchangeBroken
 from kernels.lora import AdapterMatrices
+
+_LEAST_TOKENS = 512  # of such a pass: the layers of shorter ones take hardly longer than launching them
+
+
+class PassPace:
+    """The layers of the pass in progress that were launched last, on a stream of a GPU."""
+
+    def __init__(self, stream: Stream, layers_ahead: int) -> None:
+        """`stream`: of forward passes. `layers_ahead`: that may be launched and not computed."""
+        self._stream, self._layers_ahead = stream, layers_ahead
+        self._launched: deque[Event] = deque()
+        self._is_kept = False
+
+    def begin(self, num_tokens: int) -> None:
+        self._is_kept = num_tokens >= _LEAST_TOKENS
+        self._launched.clear()
+
+    def layer_launched(self) -> None:
+        if self._is_kept:
+            self._launched.append(self._stream.record())
+            if len(self._launched) > self._layers_ahead:
+                self._launched.popleft().synchronize()
+
+
+_ANSWER_S = 0.02  # at most, until what follows one that has ended is decided: mostly a millisecond
+
+T = TypeVar("T")
+
+
+class UrgentIterations:
+    """Those that wait for the pass in progress to come to the end of a layer. For its thread, except `add`.
+
+    A pass has its state on the stack of its thread, and an urgent pass runs on top of that stack. Sequences,
+    blocks and results are its own: nothing of the other changes, to the last bit.
+
+    When one has ended, the pass stands still until its worker has dealt with that: the next one, which has come
+    meanwhile, would wait for a whole layer otherwise."""
+
+    def __init__(self, stream: Stream | None = None) -> None:
+        """`stream`: on which passes are launched; None: they are computed as they are called."""
+        self._pace = None if stream is None else PassPace(stream, LAYERS_AHEAD)
+        self._waiting: deque[tuple[Callable[[], object], threading.Event]] = deque()
+        self._is_performing = False
+        self._stopped_s = 0.0
+        self.is_within = False  # what is performed now, in another pass
+
+    def add(self, threads: WorkerThreads, work: Callable[[], T], on_completed: Callable[[T], None]) -> None:
+        """Add an iteration, on the event loop, which also gets the result, as from `threads`."""
+        is_dealt_with = threading.Event()
+
+        def completed(result: T) -> None:
+            on_completed(result)
+            is_dealt_with.set()
+
+        self._waiting.append((threads.performer(work, completed), is_dealt_with))
+
+    def pass_begins(self, slices: Iterable[tuple[RequestId, int]]) -> None:
+        if self._pace is not None and not self.is_within:
+            self._pace.begin(sum(num_tokens for _, num_tokens in slices))
+
+    def between_layers(self) -> None:
+        if self._pace is not None and not self.is_within:
+            self._pace.layer_launched()
+        if not self._waiting or self._is_performing:
+            return
+        began = time.monotonic()
+        self.is_within = True
+        self._perform(_ANSWER_S)
+        self._stopped_s += time.monotonic() - began
+
+    def perform_left(self) -> None:
+        self._perform(0.0)
+
+    def _perform(self, answer_s: float) -> None:
+        self._is_performing = True
+        try:
+            while self._waiting:
+                perform, is_dealt_with = self._waiting.popleft()
+                perform()
+                is_dealt_with.wait(answer_s)
+        finally:
+            self._is_performing = self.is_within = False
+
+    def take_stopped_s(self) -> float:
+        stopped_s, self._stopped_s = self._stopped_s, 0.0
+        return stopped_s
+
+
+class DeviceTurns:
+    """Knows the sequences of an executor that somebody waits for. For its compute thread, except `on_message`."""
+
+    def __init__(self, device: SharedDevice | None) -> None:
+        """`device`: None: every turn is taken at once."""
+        self._device = device
+        self._real_time: set[RequestId] = set()
+
+    def on_message(self, message: Message) -> None:
+        """End a wait when a message brings a request that somebody waits for. From any thread."""
+        if self._device is not None and any(request.is_real_time for request in requests_of(message)):
+            self._device.on_arrival()
+
+    @contextlib.contextmanager
+    def taken_for(self, command: RunIteration) -> Iterator[None]:
+        """Take the device for one iteration, once no other worker's is more urgent; see SharedDevice."""
+        self.note(command)
+        urgent = [num_tokens for request_id, num_tokens in command.slices if request_id in self._real_time]
+        with self.taken(is_real_time=bool(urgent), has_prompt=max(urgent, default=0) > 1):
+            yield
+
+    @contextlib.contextmanager
+    def taken_within(self, command: RunIteration) -> Iterator[None]:
+        self.note(command)
+        with self._device.taken_within() if self._device is not None else contextlib.nullcontext():
+            yield
+
+    @contextlib.contextmanager
+    def taken(self, *, is_real_time: bool, has_prompt: bool = False, may_stop: bool = True) -> Iterator[None]:
+        if self._device is None:
+            yield
+            return
+        self._device.begin(is_real_time=is_real_time, has_prompt=has_prompt, may_stop=may_stop)
+        try:
+            yield
+        finally:
+            self._device.end(is_real_time=is_real_time)
+
+    def between_layers(self) -> None:
+        if self._device is not None:
+            self._device.between_layers()
+
+    def take_stopped_s(self) -> float:
+        return self._device.take_stopped_s() if self._device is not None else 0.0
+
+    def note(self, command: RunIteration) -> None:
+        self._real_time.difference_update(command.removals)  # first: a later attempt may be added with the same id
+        for addition in command.additions:
+            if addition.request.is_real_time:
+                self._real_time.add(addition.request.request_id)
+
+    def has_real_time(self) -> bool:
+        """Return whether somebody waits for a sequence of the executor. From any thread."""
+        return bool(self._real_time)
+
+    def is_alone(self) -> bool:
+        """Return whether no other worker asks for the device: what is launched now may run on behind the turn."""
+        return self._device is None or self._device.is_alone()
+
+    def giving_way(self) -> contextlib.AbstractContextManager[None]:
+        """Take the device for work that is timed before the worker serves, and for which nobody waits."""
+        return self.taken(is_real_time=False, may_stop=False)
+
+    def close(self) -> None:
+        if self._device is not None:
+            self._device.close()
+
+
+def shared_device_of(spec: ProcessSpec, config: EngineConfig) -> SharedDevice | None:
+    """Return the rules of a worker on its device; None: it gives way to no other worker."""
+    num_threads = (config.threads_per_worker or num_cores()) if device_type(config.device) == CPU else 0
+    folder, share = spec.addresses.folder, config.best_effort_share
+    return SharedDevice.of(folder, config.device, spec.deployment_id, share, num_threads)
+
 
 logger = logging.getLogger(__name__)
 
@@ -62,9 +233,7 @@ _THREAD = "compute"  # which computes
 
 class ModelExecutor:
     """Performs RunIteration. `start_iteration` returns at once; the result goes to the callback on the loop.
-
-    Construction takes as long as loading the weights, and raises NotEnoughMemory, ConfigError or ModelError.
-    """
+    Construction takes as long as loading the weights, and raises NotEnoughMemory, ConfigError or ModelError."""
 
     def __init__(
         self,

@@ -1,8 +1,7 @@
 """Swap space: caches of preempted requests in host memory.
 
 Driven by the computing thread. On a GPU the copies are only enqueued on streams, one per direction, and run in parallel
-with computing; later work on the same blocks waits for them (`PendingCopies`).
-"""
+with computing; later work on the same blocks waits for them (`PendingCopies`)."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -18,10 +17,9 @@ from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.messages.iterations import Swap, Swaps
 from alignedserve.runtime.device.arrays import to_device
 from alignedserve.runtime.device.streams import DeviceStreams, Event, Stream
-from alignedserve.runtime.kv.block_codecs import HostRows, exact_codec, int8_codec
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.kv.direct_copies import IntArray
-from alignedserve.runtime.kv.staged_copies import StagedCopies
+from alignedserve.runtime.kv.staged_copies import HostRows, StagedCopies, exact_codec, int8_codec
 
 OFFLOAD, PREFETCH = "offload", "prefetch"
 
@@ -176,11 +174,9 @@ class _Places(NamedTuple):
 
 
 class SlotSwapSpace(HostCaches):
-    """Parts of caches, swapped slot by slot, where two requests share blocks.
-
-    A copy of a whole block would bring back the other request's slots. What has left of a cache is always the end of
-    its context, in as many parts as it left in; all of it comes back at once.
-    """
+    """Parts of caches, swapped slot by slot, where two requests share blocks. A copy of a whole block would bring back
+    the other request's slots. What has left of a cache is always the end of its context, in as many parts as it left
+    in; all of it comes back at once."""
 
     width = 1.0  # of a copy on the host, by the cache on the device
 

@@ -22,10 +22,8 @@ _BEGINNINGS = frozenset(
 
 
 def with_free_blanks(grammar: str) -> str:
-    """Return the grammar as one whose answers may have any number of blanks in a row.
-
-    A space at the beginning marks such a grammar; in JSON it means nothing.
-    """
+    """Return the grammar as one whose answers may have any number of blanks in a row. A space at the beginning marks
+    such a grammar; in JSON it means nothing."""
     return " " + grammar if grammar else grammar
 
 
@@ -123,8 +121,7 @@ class GrammarCompiler:
     def compile(self, grammar: str, *, is_real_time: bool = True) -> "Future[LLMatcher]":
         """Return the matcher to copy, when it is compiled; its error is a GrammarError.
 
-        `is_real_time`: it goes before grammars of best effort.
-        """
+        `is_real_time`: it goes before grammars of best effort."""
         with self._lock:
             self._followed.pop(grammar, None)
             compiled = self._compiled.get(grammar)
@@ -136,7 +133,8 @@ class GrammarCompiler:
             compiled = self._thread.submit(partial(self._compile, grammar), is_real_time=is_real_time)
             self._compiled[grammar] = compiled
             self._num_characters += len(grammar)
-            self._forget_oldest()
+            while len(self._compiled) > MAX_KEPT or self._num_characters > MAX_KEPT_CHARACTERS:
+                self._drop(next(iter(self._compiled)))
         return compiled
 
     def compile_anew(self, grammar: str, spoilt: "Future[LLMatcher]") -> "Future[LLMatcher]":
@@ -146,9 +144,7 @@ class GrammarCompiler:
 
     def compile_alone(self, grammar: str, outgrown: "Future[LLMatcher]") -> "Future[LLMatcher]":
         """Return a matcher for one answer, in the place of one of which all its copies have visited too much together.
-
-        Nobody else gets it: who asks for this grammar next gets yet another.
-        """
+        Nobody else gets it: who asks for this grammar next gets yet another."""
         self._forget_one(grammar, outgrown)
         return self._thread.submit(partial(self._compile, grammar), is_real_time=True)
 
@@ -192,10 +188,6 @@ class GrammarCompiler:
         with self._lock:
             if self._compiled.get(grammar) is compiled:
                 self._drop(grammar)
-
-    def _forget_oldest(self) -> None:
-        while len(self._compiled) > MAX_KEPT or self._num_characters > MAX_KEPT_CHARACTERS:
-            self._drop(next(iter(self._compiled)))
 
     def _drop(self, grammar: str) -> None:
         if self._compiled.pop(grammar, None) is not None:

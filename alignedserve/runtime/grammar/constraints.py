@@ -68,10 +68,7 @@ _KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 
 @dataclass(frozen=True, slots=True)
 class StructuredOutputs:
-    """One constraint on an answer: exactly one of the first six is set.
-
-    Raises InvalidRequest naming the field.
-    """
+    """One constraint on an answer: exactly one of the first six is set. Raises InvalidRequest naming the field."""
 
     json: Any = None  # a JSON schema, as an object or as JSON text
     json_object: bool = False  # any JSON object
@@ -194,8 +191,7 @@ def structural_tag_part(wanted: Any, whitespace_pattern: str | None) -> GrammarP
 
         {"structures": [{"begin": "<city>", "schema": {...}, "end": "</city>"}], "triggers": ["<city"]}
 
-    A trigger is a text that only begins of tags have in the answer: after it, the answer goes on as one of them.
-    """
+    A trigger is a text that only begins of tags have in the answer: after it, the answer goes on as one of them."""
     _check(wanted)
     tags = [
         _tag(f"tag_{number}", tag, wanted["triggers"], whitespace_pattern)

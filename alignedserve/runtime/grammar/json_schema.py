@@ -3,8 +3,7 @@
 1. The size is bounded, then every schema within is read, keyword by keyword (schema_keywords.py); annotations go.
 2. What older drafts write otherwise is written as draft 2020-12 does; formats become patterns, integers have bounds.
 3. References must point to a schema that was read, and something finite must match.
-4. `oneOf` becomes `anyOf` where its options exclude each other; llguidance refuses the rest.
-"""
+4. `oneOf` becomes `anyOf` where its options exclude each other; llguidance refuses the rest."""
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -32,10 +31,8 @@ _MAX_OPTIONS = 200
 
 
 def are_exclusive(options: Sequence[Any], targets: Mapping[str, Any]) -> bool:
-    """Return whether no value can match two of the options. `targets`: the schemas that references point to.
-
-    llguidance proves the same, but follows no references, and pydantic writes options as references.
-    """
+    """Return whether no value can match two of the options. `targets`: the schemas that references point to. llguidance
+    proves the same, but follows no references, and pydantic writes options as references."""
     if len(options) > _MAX_OPTIONS:
         return False
     conjuncts = [list(_conjuncts(option, targets, set())) for option in options]
@@ -149,8 +146,7 @@ def normalize_schema(
     `whitespace_pattern`: a regular expression of what may stand between two tokens of JSON; None: nothing.
     `left_out`: the schema is a hint, and keywords that cannot be followed are added here; None: it is refused then.
     `without`: keywords to leave out of a hint. `has_one_order`: properties come in the order of the schema.
-    Raises InvalidRequest naming the keyword, without a `param`.
-    """
+    Raises InvalidRequest naming the keyword, without a `param`."""
     _check_size(schema)
     reader = _Reader(left_out, without)
     read = reader.schema(schema, ())
@@ -205,7 +201,11 @@ class _Reader:
                         raise unsupported_keyword(keyword)
                     read[keyword] = READERS[keyword](self, keyword, value, path)
         self._check_property_counts(read)
-        self._note_conjunction(read)
+        self._num_patterns += ("pattern" in read) + ("format" in read)
+        names = read.keys() - {"$defs", "definitions"}
+        self.has_conjunction |= "allOf" in names or (len(names) > 1 and bool(names & {"$ref", "anyOf", "oneOf"}))
+        if "multipleOf" in read:
+            self._divisor = lcm(self._divisor, Decimal(str(read["multipleOf"])).as_integer_ratio()[0])
         if "oneOf" in read:
             self.one_ofs.append(read)
         if "properties" in read:
@@ -268,13 +268,6 @@ class _Reader:
         if self._divisor > MAX_DIVISOR:
             raise unsupported_keyword("multipleOf", "has too many digits")
 
-    def _note_conjunction(self, read: dict[str, Any]) -> None:
-        self._num_patterns += ("pattern" in read) + ("format" in read)
-        names = read.keys() - {"$defs", "definitions"}
-        self.has_conjunction |= "allOf" in names or (len(names) > 1 and bool(names & {"$ref", "anyOf", "oneOf"}))
-        if "multipleOf" in read:
-            self._divisor = lcm(self._divisor, Decimal(str(read["multipleOf"])).as_integer_ratio()[0])
-
     @staticmethod
     def _is_without_effect(keyword: str, value: Any, path: Path) -> bool:
         if keyword == "$schema":
@@ -307,9 +300,7 @@ def pattern_of_others(names: Iterable[str]) -> str:
 
 def _allow_orders(schema: dict[str, Any], root: Any) -> None:
     """Let optional properties stand anywhere among the required ones, which keep the schema's order, as OpenAI's do.
-
-    Else a model that writes a later property first could not write the earlier one any more.
-    """
+    Else a model that writes a later property first could not write the earlier one any more."""
     of_order = {keyword: value for keyword, value in schema.items() if keyword not in _DEFINITIONS}
     properties, required = schema["properties"], schema.get("required", ())
     optional = [name for name in properties if name not in required]
@@ -377,11 +368,9 @@ def _bound_integers(schema: dict[str, Any]) -> None:
 
 
 def _narrow_bounds(schema: dict[str, Any]) -> None:
-    """Narrow bounds of numbers by next to nothing where llguidance would let others through.
-
-    Those are bounds of many digits, and whole ones that are excluded, on the side of 0: it allows them all the same
-    where the other bound is less than 1 away.
-    """
+    """Narrow bounds of numbers by next to nothing where llguidance would let others through. Those are bounds of many
+    digits, and whole ones that are excluded, on the side of 0: it allows them all the same where the other bound is
+    less than 1 away."""
     for inclusive, exclusive, sign, rounding in _BOUNDS:
         shortened = Context(_MAX_BOUND_DIGITS, rounding).plus
         excluded = schema.get(exclusive, 0.5)
@@ -440,8 +429,7 @@ def _options(whitespace_pattern: str | None) -> dict[str, Any]:
 def has_finite_instance(root: Any, targets: Mapping[str, Any]) -> bool:
     """Return whether some finite value may match the schema, and each that it refers to.
 
-    `targets`: the schemas that references point to. One without end could be entered, and never be left.
-    """
+    `targets`: the schemas that references point to. One without end could be entered, and never be left."""
     finite: set[str] = set()
     while True:
         # References count once their target does.

@@ -196,9 +196,7 @@ def _pattern(reader: SchemaReader, keyword: str, value: Any, path: Path) -> str:
 
 def is_short_expanded(pattern: str) -> bool:
     """Return whether a pattern stays short with counted repetitions written out: `(a{100}){100}` has 10 000 characters.
-
-    Memory of what it becomes grows with that.
-    """
+    Memory of what it becomes grows with that."""
     groups, last = [0], 0
     for piece in _PIECES.findall(pattern):
         if piece == "(":

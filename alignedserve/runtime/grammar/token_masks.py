@@ -6,8 +6,7 @@ A heavy grammar takes long for a mask, or has rules of a client, which may take 
 thread of their own, and steps go on without its row (`unready`). The thread has the usual priority, as a thread that is
 preempted with the interpreter's lock holds up everybody; a native thread of low priority computes without the lock.
 Seconds are counted: an answer has ANSWER_S, the real-time answers of a client ClientSeconds. Beyond them the answer
-fails.
-"""
+fails."""
 
 import os
 import sys
@@ -96,10 +95,8 @@ class AnswerMatcher:
         self._unmatched, self._forced, self._num_matched = list(self._token_ids), [], 0
 
     def current(self, consume: Consume | None = None) -> LLMatcher:
-        """Return the matcher, after the answer and its forced tokens; it is in error where these do not match.
-
-        Waits until it is compiled. Raises GrammarError if it cannot be. `consume`: in place of the matcher's own.
-        """
+        """Return the matcher, after the answer and its forced tokens; it is in error where these do not match. Waits
+        until it is compiled. Raises GrammarError if it cannot be. `consume`: in place of the matcher's own."""
         if self._matcher is None:
             self._matcher = self.compiled.result().deep_copy()
         unmatched, self._unmatched = self._unmatched, []
@@ -119,11 +116,9 @@ class AnswerMatcher:
             (consume or LLMatcher.consume_token)(matcher, token_id)
 
     def foresee(self, ends: Collection[int]) -> None:
-        """Match the tokens that the grammar forces next, up to one of `ends`; raises GrammarError as `current` does.
-
-        It matches one token after the other. Each is the only one that a mask would allow at its place, in the model's
-        own tokenisation.
-        """
+        """Match the tokens that the grammar forces next, up to one of `ends`; raises GrammarError as `current` does. It
+        matches one token after the other. Each is the only one that a mask would allow at its place, in the model's own
+        tokenisation."""
         matcher, until_s = self.current(), time.thread_time() + _HEAVY_S
         while len(self._forced) < _MAX_FORCED and time.thread_time() < until_s:  # it holds the interpreter's lock
             forced = matcher.compute_ff_tokens()
@@ -207,11 +202,9 @@ class _Constrained:
 
 
 class TokenMasks:
-    """The grammars of an engine's rows. A row is added before its first step and removed when it is freed.
-
-    Tokens are matched, and the masks behind them computed, on one thread with helpers; its work of one step is over
-    before tokens of the next are recorded.
-    """
+    """The grammars of an engine's rows. A row is added before its first step and removed when it is freed. Tokens are
+    matched, and the masks behind them computed, on one thread with helpers; its work of one step is over before tokens
+    of the next are recorded."""
 
     def __init__(
         self,
@@ -280,7 +273,9 @@ class TokenMasks:
         """Note the tokens that were chosen for these rows, negative: none could be; begin what follows from them."""
         if not self._rows:
             return
-        self._settle()
+        if self._ahead is not None:
+            self._ahead.result()
+            self._ahead = None
         continued = []
         for row, token_id in zip(rows.tolist(), chosen.tolist(), strict=True):
             answer = self._rows.get(row)
@@ -305,8 +300,7 @@ class TokenMasks:
     def unready(self, rows: Sequence[int], num_slices: int) -> set[int]:
         """Return the rows whose heavy masks are still being computed, after a short wait for each mask.
 
-        `num_slices`: of the step; where all of them are such rows, it waits longer.
-        """
+        `num_slices`: of the step; where all of them are such rows, it waits longer."""
         known = (self._rows.get(row) for row in rows)
         heavy = {answer.row: answer.heavy for answer in known if answer is not None and answer.heavy is not None}
         awaited = {row: mask.ready for row, mask in heavy.items() if mask.ready is not None and not mask.ready.done()}
@@ -325,10 +319,8 @@ class TokenMasks:
         return self._foreseen is not None
 
     def take_forced(self, row: int, at_most: int) -> tuple[int, ...]:
-        """Note, as `record` does, and return the next tokens of the row that its grammar forces.
-
-        Only some of them are known: those that follow the token chosen last. Waits until they are.
-        """
+        """Note, as `record` does, and return the next tokens of the row that its grammar forces. Only some of them are
+        known: those that follow the token chosen last. Waits until they are."""
         answer = self._rows.get(row)
         if answer is None or not answer.has_jumps or at_most < 1:
             return ()
@@ -347,10 +339,7 @@ class TokenMasks:
 
     def start(self, rows: IntArray, is_early: npt.NDArray[np.bool_]) -> "Future[StepMasks]":
         """Begin to compute the masks of a step, as far as they are not yet. `is_early`: which of its rows lack tokens
-        of their minimal length.
-
-        No other method may be called before the result is there.
-        """
+        of their minimal length. No other method may be called before the result is there."""
         constrained = [(at, self._rows[row]) for at, row in enumerate(rows.tolist()) if row in self._rows]
         return self._thread.submit(self._compute, constrained, is_early)
 
@@ -358,11 +347,6 @@ class TokenMasks:
         """End the threads."""
         self._thread.shutdown()
         self._heavy_thread.close(waits=False)
-
-    def _settle(self) -> None:
-        if self._ahead is not None:
-            self._ahead.result()
-            self._ahead = None
 
     def _last_resorts(self, token_ids: tuple[int, ...]) -> LastResorts | None:
         known = tuple(token_id for token_id in token_ids if 0 <= token_id < self._vocab_size)
@@ -394,7 +378,8 @@ class TokenMasks:
             if answer.matcher.forced or answer.failure is not None:
                 bits[index] = 0
             if answer.matcher.forced:
-                _allow_only(answer.matcher.forced[0], bits[index])
+                token_id = answer.matcher.forced[0]
+                (bits[index]).view(np.uint32)[token_id >> 5] = 1 << (token_id & 31)
             resorts = answer.unwanted_early if is_early[at] else answer.unwanted
             if resorts is not None:
                 unwanted.setdefault(resorts, []).append(index)
@@ -535,7 +520,3 @@ def _must_restart(answer: _Constrained, matcher: LLMatcher) -> bool:
 
 def _may_jump(sampling: SamplingParams) -> bool:
     return sampling.num_logprobs is None and not (sampling.allowed_token_ids or sampling.bad_words)
-
-
-def _allow_only(token_id: int, bits: Bits) -> None:
-    bits.view(np.uint32)[token_id >> 5] = 1 << (token_id & 31)

@@ -3,8 +3,7 @@
 Native code cannot be interrupted, and no count of its steps bounds its time: a thousand repetitions in one pattern
 multiply what a step takes. So the operating system bounds the time of a core, and the memory.
 
-Reads frames: a TrialSetup, then grammars. Writes a frame for each grammar: empty, or the reason why it is refused.
-"""
+Reads frames: a TrialSetup, then grammars. Writes a frame for each grammar: empty, or the reason why it is refused."""
 
 import resource
 import sys

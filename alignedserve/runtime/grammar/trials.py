@@ -63,11 +63,8 @@ class GrammarTrial:
 
 class TrialLane:
     """A process, and the trials that wait for it: those of real-time requests before those of best effort, which have a
-    share of the turns (TurnThreads).
-
-    Of each class the first of each tenant goes in turn, so that a tenant waits for one trial of every other at most,
-    however many they have.
-    """
+    share of the turns (TurnThreads). Of each class the first of each tenant goes in turn, so that a tenant waits for
+    one trial of every other at most, however many they have."""
 
     def __init__(
         self, attempt: Callable[[str, ChildProcess], None], charge: Callable[[Collection[TrialTurn], float], None]
@@ -110,12 +107,9 @@ class TrialLane:
 
 
 class GrammarTrials:
-    """Tries each grammar once. May be called from any thread.
-
-    Plain schemas (see `is_plain`) have a process, so that none waits for seconds that others' grammars take; all others
-    have another. In each, tenants take turns (see `TrialLane`). The processes end with `close`, or with the last
-    reference to this.
-    """
+    """Tries each grammar once. May be called from any thread. Plain schemas (see `is_plain`) have a process, so that
+    none waits for seconds that others' grammars take; all others have another. In each, tenants take turns (see
+    `TrialLane`). The processes end with `close`, or with the last reference to this."""
 
     def __init__(self, load_table: Callable[[], TokenTable], *, max_cpu_s: float = MAX_CPU_S) -> None:
         """`load_table`: called on a thread, when the first grammar comes; may raise ModelError."""

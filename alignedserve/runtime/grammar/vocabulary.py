@@ -34,11 +34,9 @@ class TokenTable:
 
 
 def token_table(tokenizer: Tokenizer, *, vocab_size: int, eos_token_ids: Sequence[int]) -> TokenTable:
-    """Return the tokens of a model with logits for `vocab_size` of them, those without text included.
-
-    Takes the bytes from our own tokenizer, and so knows the families that it knows. Raises UnsupportedModel for a model
-    whose answers cannot end.
-    """
+    """Return the tokens of a model with logits for `vocab_size` of them, those without text included. Takes the bytes
+    from our own tokenizer, and so knows the families that it knows. Raises UnsupportedModel for a model whose answers
+    cannot end."""
     if not eos_token_ids:
         raise UnsupportedModel("the model has no token that ends an answer")
     special = (token_id for token_id in range(vocab_size) if tokenizer.is_special(token_id))

@@ -1,7 +1,6 @@
 """The files of arenas: where they lie, and the removal of those whose owner is gone.
 
-Needs nothing but the standard library, for the small process that sweeps a node.
-"""
+Needs nothing but the standard library, for the small process that sweeps a node."""
 
 import fcntl
 import os
@@ -17,9 +16,7 @@ _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  (a memory file system, files ma
 
 def arena_folder() -> Path:
     """Return the folder of arenas: the machine's memory file system; of temporary files where it has none (macOS).
-
-    Files that processes map are shared memory there as well, but the system also writes them to a disk by and by.
-    """
+    Files that processes map are shared memory there as well, but the system also writes them to a disk by and by."""
     if not _SHARED_MEMORY.is_dir():
         return Path(tempfile.gettempdir())
     if not os.access(_SHARED_MEMORY, os.W_OK):

@@ -7,8 +7,7 @@ order and by any thread, and a request's runs may be other ones at each end of a
     checksum = sum over the run of mix(digest ^ mix((place + 1) * G))        modulo 2^64
 
 `digest` is the block's (`kernels.cpu.row_digest`), `place` the number of blocks before it, `mix` the end of
-MurmurHash3.
-"""
+MurmurHash3."""
 
 import logging
 from collections.abc import Sequence

@@ -35,8 +35,7 @@ class BlockRuns:
     def of(cls, block_ids: BlockIds, *, is_by_block: bool = False, cut_every: int | None = None) -> "BlockRuns":
         """Split a list of blocks into its runs (`is_by_block`: of one block each).
 
-        `cut_every`: a run also ends in front of each multiple of this.
-        """
+        `cut_every`: a run also ends in front of each multiple of this."""
         ids = as_ids(block_ids)
         if is_by_block:
             return cls(ids, np.ones(len(ids), np.int64))

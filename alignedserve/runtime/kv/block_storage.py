@@ -4,11 +4,16 @@ Layout [num_blocks, num_layers, 2 (keys, values), block_size, num_kv_heads, head
 the cache has scales; of layers whose heads have other sizes, the same behind it; and behind that the states of models
 that have some: one block is one contiguous run of bytes, which pool and transports copy as a whole
 (docs/decisions/0002-block-layout.md).
+
+Blocks of a device as pieces in host memory, for transports that read and write the host.
+
+The keys and values of layers of one kind in the blocks of a storage: of those whose heads have the same sizes.
 """
 
 import mmap
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -19,16 +24,125 @@ from torch import Tensor
 from alignedserve.core.block_layout import BlockLayout
 from alignedserve.core.errors import NotEnoughMemory
 from alignedserve.core.ids import BlockId
-from alignedserve.runtime.device.accelerator import accelerator_of
+from alignedserve.runtime.device.accelerator import Accelerator, accelerator_of
 from alignedserve.runtime.device.dtypes import cache_dtype
 from alignedserve.runtime.device.memory_maps import huge_pages
 from alignedserve.runtime.kv.block_runs import BlockIds
-from alignedserve.runtime.kv.device_pieces import DevicePieces
 from alignedserve.runtime.kv.direct_copies import PendingCopies
-from alignedserve.runtime.kv.layer_kind import LayerKind
 from alignedserve.runtime.kv.shm_arena import WHOLE, ArenaPart
-from alignedserve.runtime.kv.staged_copies import CopyLanes
+from alignedserve.runtime.kv.staged_copies import CopyLanes, Lanes, StagedCopies, exact_codec
 from kernels.cpu.block_copies import BlockList
+
+
+class CachedLayers(Protocol):
+    """Holds what attention reads: a storage whose layers are all alike, or one kind of several."""
+
+    layout: BlockLayout
+    device: torch.device
+
+    @property
+    def blocks(self) -> Tensor:
+        """All blocks [num_blocks, num_layers, num_parts, block_size, num_kv_heads, head_dim]; see BlockStorage."""
+
+    @property
+    def run_stride(self) -> int:
+        """Distance of the runs of consecutive blocks: block b's run is row b * run_stride of `key_runs(layer)`."""
+
+    def key_runs(self, layer: int) -> Tensor:
+        """Return rows [.., run_elements], first block 0's keys of this layer."""
+
+    def value_runs(self, layer: int) -> Tensor:
+        """Return rows as `key_runs` does, for values."""
+
+
+class LayerKind:
+    """Layers of one kind, numbered among themselves. Views of a storage's blocks, which it owns. A slot has a number: b
+    * block_size + i, slot i of block b."""
+
+    run_stride = 1  # runs are as far apart as blocks
+
+    def __init__(self, layout: BlockLayout, blocks: Tensor, first: int) -> None:
+        """`layout`: of these layers alone. `blocks` [num_blocks, elements], `first`: the layers' first element."""
+        self.layout, self.device = layout, blocks.device
+        self._elements = blocks[:, first : first + layout.kv_elements]
+        # All token slots [num_blocks, kv_runs, block_size, slot_width].
+        self.slots = self._elements.view(len(blocks), layout.kv_runs, layout.block_size, layout.slot_width)
+        # From a block's slot to the same of the next, where that is a whole number of slots.
+        self._slot_stride, rest = divmod(blocks.stride(0), layout.slot_width)
+        # Rows [.., slot_width] from block 0's first slot of every run on; empty where that is none.
+        self._rows: list[Tensor] = []
+        if not rest and blocks.is_contiguous():
+            starts = range(first, first + layout.kv_elements, layout.run_elements)
+            self._rows = [_rows(blocks.view(-1)[start:], layout.slot_width) for start in starts]
+
+    @property
+    def blocks(self) -> Tensor:
+        layout = self.layout
+        slot = (layout.slot_width,) if layout.has_scales else (layout.num_kv_heads, layout.head_dim)
+        return self._elements.view(len(self._elements), layout.num_layers, layout.num_parts, layout.block_size, *slot)
+
+    def key_runs(self, layer: int) -> Tensor:
+        return self.slots[:, layer * self.layout.num_parts].flatten(1)
+
+    def value_runs(self, layer: int) -> Tensor:
+        return self.slots[:, (layer + 1) * self.layout.num_parts - 1].flatten(1)
+
+    def rows(self, numbers: Tensor) -> Tensor:
+        if not self._rows:
+            return numbers
+        size = self.layout.block_size
+        return numbers + numbers.div(size, rounding_mode="floor") * (self._slot_stride - size)
+
+    def write(self, layer: int, rows: Tensor, write_rows: Callable[[Tensor, Tensor, Tensor], None]) -> None:
+        """Let `write_rows` write keys and values of one layer; `rows`: of their slots. write_rows (rows, keys, values):
+        writes those rows of keys and values [.., slot_width], both contiguous"""
+        parts = (layer * self.layout.num_parts, (layer + 1) * self.layout.num_parts - 1)
+        if self._rows:
+            write_rows(rows, *(self._rows[part] for part in parts))
+            return
+        shape = (len(rows), self.layout.slot_width)
+        written = [torch.empty(shape, dtype=self.slots.dtype, device=self.device) for _ in parts]
+        write_rows(torch.arange(len(rows), device=self.device), *written)
+        blocks, offsets = rows.div(self.layout.block_size, rounding_mode="floor"), rows % self.layout.block_size
+        for part, tensor in zip(parts, written, strict=True):
+            self.slots[blocks, part, offsets] = tensor
+
+
+def _rows(flat: Tensor, width: int) -> Tensor:
+    return flat[: len(flat) // width * width].view(-1, width)
+
+
+Ints = npt.NDArray[np.int64]
+Walk = Callable[[StagedCopies, Ints], Iterator[BlockList]]
+
+
+class DevicePieces:
+    """Walks through blocks of a device in pieces of page-locked memory. From any thread."""
+
+    def __init__(self, blocks: Tensor, lanes: CopyLanes) -> None:
+        self._accelerator = lanes.accelerator
+        make = partial(_new_copies, blocks, lanes.accelerator)
+        self._reading, self._writing = Lanes(make), Lanes(make)
+
+    def pieces_to_read(self, block_ids: BlockIds) -> Iterator[BlockList]:
+        """Iterate over copies of the blocks; one is valid until the iterator is advanced."""
+        yield from self._walk(self._reading, StagedCopies.pieces_to_read, np.asarray(block_ids, np.int64))
+
+    def pieces_to_write(self, block_ids: BlockIds) -> Iterator[BlockList]:
+        """Iterate over rows to fill, which are copied when the iterator is advanced, past its end as well."""
+        yield from self._walk(self._writing, StagedCopies.pieces_to_write, np.asarray(block_ids, np.int64))
+
+    def _walk(self, lanes: Lanes[StagedCopies], walk: Walk, block_ids: Ints) -> Iterator[BlockList]:
+        self._accelerator.use()
+        with lanes.taken() as copies:
+            try:
+                yield from walk(copies, block_ids)
+            finally:
+                copies.finish()
+
+
+def _new_copies(blocks: Tensor, accelerator: Accelerator) -> StagedCopies:
+    return StagedCopies(exact_codec(blocks), accelerator.streams().stream("staged"), accelerator)
 
 
 class Stripe(NamedTuple):
@@ -44,10 +158,8 @@ _READY_BYTES = 16 << 20  # of the first blocks, which are also the first to be u
 
 
 class BlockStorage:
-    """Blocks 0 .. num_blocks - 1, without ownership; zeros until written.
-
-    Raises NotEnoughMemory saying how many bytes are needed.
-    """
+    """Blocks 0 .. num_blocks - 1, without ownership; zeros until written. Raises NotEnoughMemory saying how many bytes
+    are needed."""
 
     def __init__(
         self,
@@ -117,18 +229,14 @@ class BlockStorage:
 
     @property
     def slot_stride(self) -> int:
-        """Token slot i of block b is row b * slot_stride + i of `key_slots(layer)`.
-
-        Where layers are of several kinds, which have rows of their own: its number, see LayerKind.
-        """
+        """Token slot i of block b is row b * slot_stride + i of `key_slots(layer)`. Where layers are of several kinds,
+        which have rows of their own: its number, see LayerKind."""
         return self.layout.block_size * (1 if self.layout.unlike else self.run_stride)
 
     @property
     def blocks(self) -> Tensor:
-        """All blocks [num_blocks, num_layers, num_parts, block_size, num_kv_heads, head_dim], on their device.
-
-        Of int8 and fp8: [.., block_size, slot_width]. Without states; the scratch block, if there is one, is the last.
-        """
+        """All blocks [num_blocks, num_layers, num_parts, block_size, num_kv_heads, head_dim], on their device. Of int8
+        and fp8: [.., block_size, slot_width]. Without states; the scratch block, if there is one, is the last."""
         assert not self.layout.unlike, "layers of several kinds: see kinds"
         return self.kinds[0].blocks
 
@@ -149,11 +257,9 @@ class BlockStorage:
         return self._value_slots[layer]
 
     def input_slots(self, layer: int, hidden_size: int) -> Tensor:
-        """Return contiguous rows [.., hidden_size] from block 0's first layer input of this layer on.
-
-        Blocks, which have no scales, hold layer inputs [num_layers, tokens, hidden_size]; the next block is
-        num_layers * tokens rows further.
-        """
+        """Return contiguous rows [.., hidden_size] from block 0's first layer input of this layer on. Blocks, which
+        have no scales, hold layer inputs [num_layers, tokens, hidden_size]; the next block is num_layers * tokens rows
+        further."""
         assert self._block_runs == self.layout.runs_per_block, "blocks of several ranks hold no layer inputs"
         start = layer * (self.layout.block_elements // self.layout.num_layers)
         return self._blocks.view(-1)[start:].view(-1, hidden_size)
@@ -161,20 +267,16 @@ class BlockStorage:
     # On the host, once pending copies of the blocks are done. From any thread.
 
     def pieces_to_read(self, block_ids: BlockIds) -> Iterator[BlockList]:
-        """Iterate over lists of blocks on the host that hold these, in order: the blocks themselves, or copies.
-
-        A list is valid until the iterator is advanced.
-        """
+        """Iterate over lists of blocks on the host that hold these, in order: the blocks themselves, or copies. A list
+        is valid until the iterator is advanced."""
         ids = self.settled(block_ids)
         if self._pieces is None:
             return iter((BlockList(self._bytes.numpy(), ids),))
         return self._pieces.pieces_to_read(ids)
 
     def pieces_to_write(self, block_ids: BlockIds) -> Iterator[BlockList]:
-        """Iterate over lists of blocks on the host to fill; stopping early leaves the blocks undefined.
-
-        A list is copied to its blocks when the iterator is advanced, the last one past its end.
-        """
+        """Iterate over lists of blocks on the host to fill; stopping early leaves the blocks undefined. A list is
+        copied to its blocks when the iterator is advanced, the last one past its end."""
         ids = self.settled(block_ids)
         if self._pieces is None:
             return iter((BlockList(self._bytes.numpy(), ids),))

@@ -5,8 +5,7 @@ memory is divided into one part for each decode worker planned on this node and 
 added later): one of these gets an equal part of what is left for as many as are still expected, and one more.
 
 Example: 90 blocks, two decode workers here and two elsewhere: the ones here get 30 each; the first from elsewhere gets
-10 of the other 30, the second 10, a third that was not planned 5, a fourth 2.
-"""
+10 of the other 30, the second 10, a third that was not planned 5, a fourth 2."""
 
 from collections.abc import Collection
 

@@ -4,8 +4,7 @@ The other memory is host memory that is registered with the driver, such as the 
 mapped here. Every byte crosses the link once, straight to or from its place on the other side. From device to device
 one kernel copies a whole list. With host memory blocks go straight between their places, neighbours at once and the
 whole list by one call where the driver has it; small ones are gathered on the device, as a copy of each would cost more
-than its bytes. Digests cover the bytes in the memory of this device: before they leave, or after they arrive.
-"""
+than its bytes. Digests cover the bytes in the memory of this device: before they leave, or after they arrive."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -68,11 +67,7 @@ class DirectCopies:
     """One stream of a device, and staging memory of its own; for one thread at a time."""
 
     def __init__(
-        self,
-        accelerator: Accelerator,
-        *,
-        staged_bytes: int = STAGED_BYTES,
-        least_straight_bytes: int | None = None,
+        self, accelerator: Accelerator, *, staged_bytes: int = STAGED_BYTES, least_straight_bytes: int | None = None
     ) -> None:
         """`least_straight_bytes`: of a block that is not gathered in staging memory; None: as it is best here."""
         self._accelerator = accelerator
@@ -206,10 +201,8 @@ class _Copy(NamedTuple):
 
 
 class PendingCopies:
-    """The copies of one storage that may not be done. One thread drives the streams; others may `synchronize`.
-
-    An engine's steps need not be recorded: the end of a step is announced only when the device has done it.
-    """
+    """The copies of one storage that may not be done. One thread drives the streams; others may `synchronize`. An
+    engine's steps need not be recorded: the end of a step is announced only when the device has done it."""
 
     def __init__(self, num_blocks: int) -> None:
         self._lock = threading.Lock()
@@ -226,8 +219,7 @@ class PendingCopies:
     def wait(self, stream: Stream, block_ids: IntArray | Callable[[], IntArray]) -> None:
         """Make later work on the stream wait for what other streams do with these blocks.
 
-        `block_ids`: or what returns them, asked only where other streams do something.
-        """
+        `block_ids`: or what returns them, asked only where other streams do something."""
         if not self._has_other(stream):
             return
         for copy in self._on(block_ids() if callable(block_ids) else block_ids):

@@ -5,8 +5,7 @@ The pool of a node owns one, and a prefill worker one for each decode worker, as
 File layout: one header page (magic, layout digest, counts), the table of generations (8 bytes a block), the blocks.
 The pool stamps a block with the generation of its lease when it leases it and with 0 when it takes it back; in a
 candidate buffer the writer that the owner assigned stamps it before writing. Either way a reader that finds the
-expected generation before and after its copy has read what the lease's writer wrote.
-"""
+expected generation before and after its copy has read what the lease's writer wrote."""
 
 import ctypes
 import errno
@@ -66,19 +65,16 @@ WHOLE = ArenaPart()
 
 class Arena:
     """One mapping of the shared blocks. `blocks` is uint8 [num_blocks, block_bytes]; `generations` uint64 [num_blocks].
-
     Created by its owner, attached by others. The creator holds the file's lock until its process ends, which
-    distinguishes a file in use from one that a killed run left behind. The memory of an unlinked file is freed when
-    the last arena that maps it is closed or garbage-collected.
-    """
+    distinguishes a file in use from one that a killed run left behind. The memory of an unlinked file is freed when the
+    last arena that maps it is closed or garbage-collected."""
 
     def __init__(
         self, path: Path, file_descriptor: int, num_blocks: int, layout: BlockLayout, part: ArenaPart = WHOLE
     ) -> None:
         """Take over the descriptor: the mapping keeps the file and its lock.
 
-        `layout`: of whole blocks; `part`: of a block that is copied here, whose layout is the arena's from then on.
-        """
+        `layout`: of whole blocks; `part`: of a block that is copied here, whose layout is the arena's from then on."""
         self.path = path
         self.file_id = _identify(file_descriptor)  # differs for another file at the same path
         self.layout = part.of(layout)
@@ -106,16 +102,15 @@ class Arena:
         purpose: str = POOL_PURPOSE,
         setting: str = POOL_SETTING,
     ) -> "Arena":
-        """Create a new file, replacing any old one, with its memory allocated; huge pages follow (`take_pages`).
-
-        Raises NotEnoughMemory, which names the purpose of the memory and the setting to lower.
-        """
+        """Create a new file, replacing any old one, with its memory allocated; huge pages follow (`take_pages`). Raises
+        NotEnoughMemory, which names the purpose of the memory and the setting to lower."""
         path.unlink(missing_ok=True)
         file_descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         size = _file_bytes(num_blocks, layout.block_bytes)
         try:
             fcntl.flock(file_descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            _check_room(path, size)
+            if size > _free_bytes(path):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             os.ftruncate(file_descriptor, size)
             mapped = [map_file(file_descriptor, size)]
 
@@ -138,8 +133,7 @@ class Arena:
     def attach(cls, path: Path, layout: BlockLayout, part: ArenaPart = WHOLE) -> "Arena":
         """Map an existing arena. Raises HandoffRejected when it is absent or does not have this layout.
 
-        `part`: of each block that this process copies.
-        """
+        `part`: of each block that this process copies."""
         try:
             file_descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         except OSError as error:
@@ -251,11 +245,6 @@ def _header_problem(header: bytes, size: int, layout: BlockLayout) -> str | None
     if num_blocks > size or _file_bytes(num_blocks, block_bytes) > size:
         return "it is smaller than its header says"
     return None
-
-
-def _check_room(path: Path, size: int) -> None:
-    if size > _free_bytes(path):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def _free_bytes(path: Path) -> int:

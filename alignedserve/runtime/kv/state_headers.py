@@ -9,10 +9,8 @@ UNFINISHED = -1
 
 
 def tokens_behind_states(storage: BlockStorage) -> Tensor:
-    """Return of every block how many tokens of a context its states stand behind: [blocks] int64, in the blocks.
-
-    Where states have blocks of their own, the first of a context's says it of all.
-    """
+    """Return of every block how many tokens of a context its states stand behind: [blocks] int64, in the blocks. Where
+    states have blocks of their own, the first of a context's says it of all."""
     return states_of(storage)[:, :8].view(torch.int64)[:, 0]
 
 

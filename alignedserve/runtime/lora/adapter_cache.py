@@ -19,20 +19,32 @@
    preempted, or waited for long) has it loaded on the spot, whatever the bounds.
 7. Sequences that have ended leave the engine with the next iteration. Where none follows and all adapters are used, the
    first request that waits has its own, whatever the bounds: its iteration lets the others leave.
-"""
+
+The adapters of the sequences of one engine, from the messages that announce them to their last iteration."""
 
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 
+import torch
+
+from alignedserve.config.sections import LoraConfig
 from alignedserve.core.errors import AdapterError
 from alignedserve.core.ids import RequestId
-from alignedserve.core.request import LoraAdapter
+from alignedserve.core.request import LoraAdapter, Request
+from alignedserve.messages.gateways import AbortRequest
+from alignedserve.messages.wire import Message
+from alignedserve.messages.workers import PrefillRequest, requests_of
 from alignedserve.process.turn_threads import TurnThreads
+from alignedserve.runtime.lora.adapter_weights import load_adapter
+from alignedserve.runtime.lora.loaded_adapters import read_adapter
+from alignedserve.runtime.model.decoder.model_config import ModelConfig
+from alignedserve.runtime.model.sharding.layer_stages import LayerStage
+from alignedserve.runtime.model.sharding.tensor_shard import TensorShard
 from kernels.lora import AdapterMatrices
 
 
@@ -144,9 +156,7 @@ class AdapterCache:
         self, adapter: LoraAdapter, request_id: RequestId, *, is_real_time: bool, attempt: int = 0
     ) -> "Future[None] | None":
         """Begin to load an adapter; return what its request waits for, if anything. It never fails: `acquire` does.
-
-        What it waits for is cancelled by `withdraw`.
-        """
+        What it waits for is cancelled by `withdraw`."""
         with self._lock:
             wish = AdapterWait(request_id, adapter, is_real_time, attempt, self._clock())
             if not self._must_queue(wish.since_s, is_real_time=is_real_time) and self._is_ready(wish, wish.since_s):
@@ -293,7 +303,8 @@ class AdapterCache:
                 if not is_real_time and self._waiting[True] and self._holding(now, is_real_time=False):
                     break
                 first = waiting[0]
-                is_first = self._waits_for_none(now)
+                uses = (use for loaded in self._loaded.values() for use in (loaded.best_effort, loaded.real_time))
+                is_first = self._rests and not self._loading and not any(use.is_wanted(now) for use in uses)
                 is_ready = self._is_ready(first, now) or (is_first and first.adapter.digest in self._loaded)
                 if not (is_ready or is_first or self._may_load(first, now)):
                     break
@@ -312,10 +323,6 @@ class AdapterCache:
             self._timer.daemon = True
             self._timer.start()
         return served
-
-    def _waits_for_none(self, now: float) -> bool:
-        uses = (use for loaded in self._loaded.values() for use in (loaded.best_effort, loaded.real_time))
-        return self._rests and not self._loading and not any(use.is_wanted(now) for use in uses)
 
     def _look_again(self) -> None:
         with self._lock:
@@ -361,8 +368,7 @@ class AdapterCache:
     def _evict(self, max_left: int, max_bytes: int, *, for_real_time: bool = False) -> None:
         """Let adapters that nobody holds leave until their number and their bytes are within the limits.
 
-        `for_real_time`: also those that best effort wants, but does not use.
-        """
+        `for_real_time`: also those that best effort wants, but does not use."""
         now = self._clock()
         idle = [
             (loaded.is_real_time, digest)
@@ -398,3 +404,87 @@ class AdapterCache:
 def _complete(wishes: list[AdapterWait]) -> None:
     for wish in wishes:
         wish.done.set_result(None)
+
+
+class SequenceAdapters:
+    """Loads, lends and takes back adapters."""
+
+    def __init__(
+        self,
+        lora: LoraConfig,
+        model: ModelConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        shard: TensorShard | LayerStage | None = None,
+    ) -> None:
+        """`model`: the whole one; `shard`: the rank or stage whose products adapters add to; None: there is one."""
+        load = partial(_load, lora=lora, model=model, dtype=dtype, device=device, shard=shard)
+        self.cache = AdapterCache(load, max_adapters=lora.max_adapters, max_bytes=lora.memory_bytes)
+        self._used: dict[RequestId, tuple[LoraAdapter, bool]] = {}  # and whether it is for a real-time request
+        self._failures: dict[RequestId, str] = {}
+
+    def prepare(self, message: Message) -> "Sequence[Future[None]]":
+        """Begin to load the adapters of the requests that a message brings; return what they wait for. A new request
+        waits for room among the adapters as well; a request from another worker only for its adapter. An AbortRequest
+        cancels what a new request waits for."""
+        if isinstance(message, AbortRequest):
+            self.cache.withdraw(message.request_id, message.attempt)
+            return ()
+        prepare = self.cache.prepare_at_once
+        if isinstance(message, PrefillRequest):
+            prepare = partial(self.cache.prepare, attempt=message.attempt)
+        prepared = [
+            prepare(request.adapter, request.request_id, is_real_time=request.is_real_time)
+            for request in requests_of(message)
+            if request.adapter is not None
+        ]
+        return [future for future in prepared if future is not None]
+
+    def add(self, request: Request) -> AdapterMatrices | None:
+        """Return the adapter of a sequence that is added; None: it has none, or fails."""
+        if request.adapter is None:
+            return None
+        try:
+            return self.acquire(request.request_id, request.adapter, is_real_time=request.is_real_time)
+        except AdapterError as error:
+            self._failures[request.request_id] = f"its adapter cannot be loaded: {error}"
+            return None
+
+    def acquire(self, request_id: RequestId, adapter: LoraAdapter, *, is_real_time: bool = True) -> AdapterMatrices:
+        """Return the adapter of a sequence that is added. Raises AdapterError. Ranks and stages that follow the first
+        are not told the class: what waits, and for what, is decided there."""
+        matrices = self.cache.acquire(adapter, request_id, is_real_time=is_real_time)
+        self._used[request_id] = adapter, is_real_time
+        return matrices
+
+    def remove(self, request_id: RequestId) -> None:
+        self._failures.pop(request_id, None)
+        used = self._used.pop(request_id, None)
+        if used is not None:
+            adapter, is_real_time = used
+            self.cache.release(adapter, is_real_time=is_real_time)
+
+    def rest(self, *, has_ended: bool) -> None:
+        """Note that no iteration is to be computed (`has_ended`), or that one is again."""
+        self.cache.rest(has_ended=has_ended)
+
+    def close(self) -> None:
+        """End the thread that loads."""
+        self.cache.close()
+
+    def failures(self, request_ids: Iterable[RequestId]) -> dict[RequestId, str]:
+        if not self._failures:
+            return {}
+        return {request_id: self._failures[request_id] for request_id in request_ids if request_id in self._failures}
+
+
+def _load(
+    adapter: LoraAdapter,
+    *,
+    lora: LoraConfig,
+    model: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    shard: TensorShard | LayerStage | None,
+) -> AdapterMatrices:
+    return load_adapter(read_adapter(adapter, lora), model, dtype, device, max_rank=lora.max_rank, shard=shard)

@@ -8,8 +8,13 @@ from safetensors.torch import load
 from torch import Tensor
 
 from alignedserve.core.errors import AdapterError
-from alignedserve.runtime.lora.adapter_check import AdaptableModule, adaptable_modules, check_adapter, product_shapes
-from alignedserve.runtime.lora.adapter_config import AdapterFiles
+from alignedserve.runtime.lora.adapter_check import (
+    AdaptableModule,
+    AdapterFiles,
+    adaptable_modules,
+    check_adapter,
+    product_shapes,
+)
 from alignedserve.runtime.model.decoder.model_config import ModelConfig
 from alignedserve.runtime.model.families.table import FAMILIES
 from alignedserve.runtime.model.sharding.layer_stages import LayerStage
@@ -36,9 +41,7 @@ def load_adapter(
     shard: TensorShard | LayerStage | None = None,
 ) -> AdapterMatrices:
     """Return the matrices, ready to be multiplied by inputs of `dtype`; of a `shard`, what it adds to its products.
-
-    `config` of the whole model. Raises AdapterError.
-    """
+    `config` of the whole model. Raises AdapterError."""
     checked = check_adapter(files, config, max_rank=max_rank)
     tensors = load(files.weights)
     local = shard.local(config) if isinstance(shard, TensorShard) else config

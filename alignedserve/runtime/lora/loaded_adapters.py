@@ -3,22 +3,78 @@
 The node's gateways and its batch worker share the file. Every node of a cluster has one, and the cluster's driver
 passes changes between them: a change has a number above all that its node knew, and the larger number of a name counts,
 so that all files become the same in any order.
-"""
+
+The folders that adapters may be read from: named by the configuration, or below its allowed folder."""
 
 import fcntl
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
 
-from alignedserve.core.errors import AdapterError, InvalidRequest
+from alignedserve.config.sections import LoraConfig
+from alignedserve.core.errors import AdapterError, ConfigError, InvalidRequest
 from alignedserve.core.request import MAX_ADAPTER_NAME_LEN, LoraAdapter
 from alignedserve.process.addresses import deployed_name
-from alignedserve.runtime.lora.adapter_folders import find_adapter
+from alignedserve.runtime.lora.adapter_check import AdapterFiles, check_adapter, read_adapter_files
+from alignedserve.runtime.model.decoder.model_config import ModelConfig
 from alignedserve.runtime.model.served_model import ServedModel
+
+
+def allowed_path(path: str, config: LoraConfig) -> Path:
+    """Return the folder, links followed. Raises AdapterError where the configuration does not allow it."""
+    try:
+        folder = Path(path).resolve()
+    except (OSError, RuntimeError, ValueError) as error:  # such as links in a circle
+        raise AdapterError("The adapter's path leads nowhere.") from error
+    if any(Path(adapter).resolve() == folder for adapter in config.adapters.values()):
+        return folder
+    if config.allowed_folder is None:
+        raise AdapterError("Adapters are loaded only where lora.allowed_folder is set.")
+    if not folder.is_relative_to(Path(config.allowed_folder).resolve()):
+        raise AdapterError("The adapter's folder is not inside lora.allowed_folder.")
+    return folder
+
+
+def read_adapter(adapter: LoraAdapter, config: LoraConfig) -> AdapterFiles:
+    """Read an adapter's folder. Raises AdapterError where it is not allowed, or holds another adapter by now."""
+    files = read_adapter_files(allowed_path(adapter.path, config), config.memory_bytes)
+    if files.digest != adapter.digest:
+        raise AdapterError("The files of the adapter have changed since it was loaded.")
+    return files
+
+
+def with_adapters(served: ServedModel, config: LoraConfig) -> ServedModel:
+    """Return the model with the adapters of the configuration. Raises AdapterError naming one, or ConfigError."""
+    if config.adapters and served.encoder is not None:
+        raise ConfigError("lora.adapters are for decoders, not for an encoder; leave it out")
+    if config.allowed_folder == "":
+        raise ConfigError("lora.allowed_folder must name a folder; leave it out where none may be loaded")
+    if served.name in config.adapters:
+        raise ConfigError(f"lora.adapters has one of the model's own name, {served.name!r}")
+    adapters = []
+    for name, path in config.adapters.items():
+        try:
+            adapters.append(find_adapter(name, path, config, served.decoder))
+        except AdapterError as error:
+            raise AdapterError(f"lora.adapters, {name!r}: {error}") from error
+    # Workers have other working directories.
+    paths = {adapter.name: adapter.path for adapter in adapters}
+    allowed = None if config.allowed_folder is None else str(Path(config.allowed_folder).resolve())
+    lora = msgspec.structs.replace(config, adapters=paths, allowed_folder=allowed)
+    return replace(served, lora=lora, adapters=tuple(adapters))
+
+
+def find_adapter(name: str, path: str, config: LoraConfig, model: ModelConfig) -> LoraAdapter:
+    """Read, check and name an adapter. Raises AdapterError."""
+    files = read_adapter_files(allowed_path(path, config), config.memory_bytes)
+    check_adapter(files, model, max_rank=config.max_rank)
+    return LoraAdapter(name, str(files.folder), files.digest)
+
 
 _MAX_FILE_BYTES = 16 << 20
 _MAX_UNLOADED = 1000  # remembered names, which no other node brings back
@@ -130,10 +186,8 @@ def _next_number(changes: Changes) -> int:
 
 
 def carry_over(old: Path, new: Path, served: ServedModel) -> tuple[str, ...]:
-    """Let a deployment have what was loaded for another, as far as it fits `served`; return why any is left out.
-
-    Reads every adapter's files.
-    """
+    """Let a deployment have what was loaded for another, as far as it fits `served`; return why any is left out. Reads
+    every adapter's files."""
     try:
         before = read_changes(old)
         known = loaded_of(before)

@@ -1,8 +1,7 @@
 """Kinds of layers that a GPU computes by kernels of their own, and a small model of each for its self-check.
 
 Widths of heads, latents and states are those of published models, so that kernels are compiled as they are for these;
-nothing in them chooses between experts, where rounding alone would decide.
-"""
+nothing in them chooses between experts, where rounding alone would decide."""
 
 import json
 from collections.abc import Callable

@@ -28,11 +28,9 @@ _SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
 
 
 def own_template(name: str, template: object) -> str | None:
-    """Return the chat template of a built-in model where the one in its file is not used.
-
-    Asked for the capital of France, SmolLM2 begins in French about as likely as in English: the rounding of inputs
-    decides. Its default system message asks for English.
-    """
+    """Return the chat template of a built-in model where the one in its file is not used. Asked for the capital of
+    France, SmolLM2 begins in French about as likely as in English: the rounding of inputs decides. Its default system
+    message asks for English."""
     if name != SMOLLM2 or not isinstance(template, str) or _SYSTEM not in template:
         return None
     return template.replace(_SYSTEM, f"{_SYSTEM}. You answer in English, in one short sentence.")

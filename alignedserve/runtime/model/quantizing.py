@@ -14,7 +14,7 @@ from alignedserve.core.errors import ConfigError, UnsupportedModel
 from alignedserve.core.json_fields import read_json_object
 from alignedserve.runtime.model.decoder.model_config import ModelConfig
 from alignedserve.runtime.model.families.table import FAMILIES
-from alignedserve.runtime.model.hf_config import MAX_CONFIG_BYTES, read_model_config
+from alignedserve.runtime.model.model_files import MAX_CONFIG_BYTES, read_model_config
 from alignedserve.runtime.model.quantized.layout import BLOCK, block_type, member_of_stack
 from alignedserve.runtime.model.weight_index import INDEX_NAME, SINGLE_NAME
 from alignedserve.runtime.model.weight_names import LinearModule, find_head, find_prefix, linear_modules
@@ -116,7 +116,7 @@ def _q4_1(blocks: Tensor, scales: Tensor, minima: Tensor) -> Tensor:
     heads = torch.stack((scales, minima), dim=-1).half()
     own_scales, own_minima = heads.float().unbind(-1)
     quants = _quants(blocks, own_scales, own_minima).to(torch.uint8)
-    return torch.cat((heads.view(torch.uint8), _halves(quants)), dim=-1).flatten(1)
+    return torch.cat((heads.view(torch.uint8), (quants[..., :16] | quants[..., 16:] << 4)), dim=-1).flatten(1)
 
 
 def _q4_k(blocks: Tensor, scales: Tensor, minima: Tensor) -> Tensor:
@@ -135,10 +135,6 @@ def _q4_k(blocks: Tensor, scales: Tensor, minima: Tensor) -> Tensor:
     sixes = [before | after >> 4 << 6 for before, after in zip(first, last, strict=True)]
     fours = (last[0] & 15) | (last[1] & 15) << 4
     return torch.cat((heads.view(torch.uint8), *sixes, fours, words), dim=-1).flatten(1)
-
-
-def _halves(quants: Tensor) -> Tensor:
-    return quants[..., :16] | quants[..., 16:] << 4
 
 
 def _compressed_tensors(form: str, weights: dict[str, Any]) -> dict[str, Any]:

@@ -2,8 +2,7 @@
 
 The first source that names a value gives all of them: the configuration (`model.sampling`), `generation_config.json` or
 a GGUF file's `general.sampling.*` keys, and a table of families whose makers say it on the model's page alone.
-Without any, OpenAI's defaults hold.
-"""
+Without any, OpenAI's defaults hold."""
 
 import logging
 from collections.abc import Mapping
@@ -16,7 +15,7 @@ from alignedserve.core.errors import ConfigError, InvalidRequest
 from alignedserve.core.json_fields import read_json_object
 from alignedserve.core.request import SamplingParams
 from alignedserve.gguf.file import GgufFile
-from alignedserve.runtime.model.hf_config import GENERATION_CONFIG, MAX_CONFIG_BYTES
+from alignedserve.runtime.model.model_files import GENERATION_CONFIG, MAX_CONFIG_BYTES
 from alignedserve.text.tokenizer_files import read_tokenizer_config, templates_of
 
 logger = logging.getLogger(__name__)

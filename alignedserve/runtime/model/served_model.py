@@ -19,17 +19,17 @@ from alignedserve.runtime.model.decoder.model_config import ModelConfig
 from alignedserve.runtime.model.encoder.encoder_config import EncoderConfig
 from alignedserve.runtime.model.gguf.config import gguf_config
 from alignedserve.runtime.model.model_files import (
+    StoredWeights,
     fingerprint_of,
     read_served_config,
     unused_parts,
     weights_in_files,
 )
 from alignedserve.runtime.model.named_models import BUILT_IN, POCKET, model_path, own_template
-from alignedserve.runtime.model.quantized.product_form import Computing
+from alignedserve.runtime.model.quantized.layout import Computing
 from alignedserve.runtime.model.sampling_defaults import SamplingDefaults, sampling_defaults
 from alignedserve.runtime.model.sharding.layer_stages import check_pipeline_parallel, staged_layout
 from alignedserve.runtime.model.sharding.tensor_shard import TensorShard, check_expert_parallel, check_tensor_parallel
-from alignedserve.runtime.model.stored_weights import StoredWeights
 from alignedserve.text.tokenizer import Tokenizer
 from alignedserve.text.tokenizer_files import read_template
 
@@ -288,8 +288,7 @@ def has_rings(
 ) -> bool:
     """Return whether layers with a window keep no more than it, in rings: see BlockLayout.with_rings, decision 81.
 
-    `choice`: as in engine.window_cache. Raises ConfigError where rings are asked for and cannot be.
-    """
+    `choice`: as in engine.window_cache. Raises ConfigError where rings are asked for and cannot be."""
     obstacle = _obstacle(config, num_processes)
     if choice == RING and obstacle is not None:
         raise no_rings(obstacle)

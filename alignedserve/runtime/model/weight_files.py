@@ -1,8 +1,7 @@
 """Loads the weights that a process computes with: of files, plain, quantised or GGUF, or drawn ones.
 
 A source gives tensors by name, whatever the files are; a shard of the source gives the parts that a rank has; and
-`assemble_weights` packs products of them.
-"""
+`assemble_weights` packs products of them."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,13 +17,16 @@ from alignedserve.runtime.model.quantized.source import QuantizedSource
 from alignedserve.runtime.model.sharding.layer_stages import LayerStage
 from alignedserve.runtime.model.sharding.regions import shard_regions
 from alignedserve.runtime.model.sharding.tensor_shard import TensorShard
-from alignedserve.runtime.model.weights.decoder_weights import DecoderWeights
 from alignedserve.runtime.model.weights.feed_forward_weights import ExpertReading, LayerExperts
 from alignedserve.runtime.model.weights.product_reader import LoadingObserver
 from alignedserve.runtime.model.weights.safetensors_source import SafetensorsSource
-from alignedserve.runtime.model.weights.sharded_source import ShardedSource
-from alignedserve.runtime.model.weights.weight_loader import StageReading, assemble_experts, assemble_weights
-from alignedserve.runtime.model.weights.weight_source import RandomSource, WeightSource
+from alignedserve.runtime.model.weights.weight_loader import (
+    DecoderWeights,
+    StageReading,
+    assemble_experts,
+    assemble_weights,
+)
+from alignedserve.runtime.model.weights.weight_source import RandomSource, ShardedSource, WeightSource
 
 
 @dataclass(frozen=True, slots=True)

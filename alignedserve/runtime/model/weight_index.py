@@ -1,7 +1,6 @@
 """The index of safetensors files in a Hugging Face model folder and of their tensors; without torch.
 
-Pickle-based files are refused, whatever their name.
-"""
+Pickle-based files are refused, whatever their name."""
 
 import json
 from pathlib import Path

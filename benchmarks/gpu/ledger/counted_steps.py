@@ -19,8 +19,7 @@ from alignedserve.runtime.engine.engine import Engine, NewSequence
 from alignedserve.runtime.engine.engine_options import EngineOptions
 from alignedserve.runtime.engine.forward.decoder import Decoder
 from alignedserve.runtime.kv.block_storage import BlockStorage
-from alignedserve.runtime.model.weights.decoder_weights import leave_rounded_rows_unwritten
-from alignedserve.runtime.model.weights.weight_loader import assemble_weights
+from alignedserve.runtime.model.weights.weight_loader import assemble_weights, leave_rounded_rows_unwritten
 from benchmarks.gpu.ledger.counted_gpu import CountedGpu
 from benchmarks.gpu.ledger.forms import GPU, EmptySource, ModelForm, StepForm
 from benchmarks.gpu.ledger.kernel_bytes import Launch

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten
 from typing_extensions import override
 
-from kernels.device_lora import HEAD_TILES, MODULE_WORDS, MODULES_AT, SITE_WORDS, TILE_WORDS
+from kernels.lora import HEAD_TILES, MODULE_WORDS, MODULES_AT, SITE_WORDS, TILE_WORDS
 
 TO_GPU, TO_HOST = "copy to the GPU", "copy to the host"
 

@@ -17,8 +17,16 @@ from benchmarks.kernels.attention_batches import attention_batch, num_blocks_of
 from benchmarks.kernels.cases import TORCH, TRITON, KernelCase, KernelSetup
 from kernels.float8_linear import Float8Linear, has_float8_products
 from kernels.gpu_dispatch import fused_kernels
-from kernels.grouped_linear import DeviceWeight, GroupedLinear, Numbers, SortedLinear, random_weight
-from kernels.sorted_experts import ExpertWeights, StackedProduct, rows_by_expert
+from kernels.grouped_linear import (
+    DeviceWeight,
+    ExpertWeights,
+    GroupedLinear,
+    Numbers,
+    SortedLinear,
+    StackedProduct,
+    random_weight,
+    rows_by_expert,
+)
 
 _ROWS, _TOY_ROWS = (1, 16, 64, 256, 4096), (3,)
 _SWEPT_ROWS = (1, 16, 32, 64, 128, 256)

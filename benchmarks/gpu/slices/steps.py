@@ -16,7 +16,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from alignedserve.costmodel.iteration_points import Chunk, Point
-from alignedserve.runtime.device.device_work import synchronize
+from alignedserve.runtime.device.accelerator import synchronize
 from alignedserve.runtime.device.devices import CUDA
 from alignedserve.runtime.engine.measured_iterations import IterationTimer
 from benchmarks.gpu.timed_iterations import MIXED_CACHED, MIXED_CONTEXTS

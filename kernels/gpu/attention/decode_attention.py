@@ -2,8 +2,7 @@
 
 Two kernels. The first computes parts of contexts, one program per run of tiles and key head: all query heads of the key
 head at once, scores, softmax and sums in one pass. The second merges the parts of each context by their maxima and
-sums. FlashDecoding splits every context into equally many pieces; here the pieces are equally long.
-"""
+sums. FlashDecoding splits every context into equally many pieces; here the pieces are equally long."""
 
 import math
 from collections.abc import Sequence
@@ -94,8 +93,7 @@ def paged_decode(
     scores         what becomes of scores, with the sinks [heads] of this layer
     tiling         None: the one for this GPU; its tiles are those of the batch's partition
 
-    Slots outside a context are not read. Returns the kernel that computed the parts; None in Triton's interpreter.
-    """
+    Slots outside a context are not read. Returns the kernel that computed the parts; None in Triton's interpreter."""
     _, kv_heads, group, head_dim = queries.shape
     block_size = view.blocks.shape[3]
     stride, keys_at, values_at = view.offsets
@@ -161,8 +159,7 @@ def merge_parts(
     row_parts   [rows + 1] of the WorkPartition
     head_dim    of the batch's sums
     out_width   elements of a head of `out`, of which the last `head_dim` are written; None: those alone
-    sinks       [heads] float32, see ScoreForm; None: there are none
-    """
+    sinks       [heads] float32, see ScoreForm; None: there are none"""
     _merge_parts[(out.shape[0], heads)](
         out,
         row_parts,
@@ -234,15 +231,7 @@ def _decode_parts(
             tokens = tile * TOKENS + places
             is_read = (tokens < length) & (tokens >= earliest)
             elements = cached_elements(
-                table,
-                tokens,
-                is_read,
-                backwards,
-                head,
-                block_stride,
-                SLOT_WIDTH,
-                HEAD_DIM,
-                BLOCK_SIZE,
+                table, tokens, is_read, backwards, head, block_stride, SLOT_WIDTH, HEAD_DIM, BLOCK_SIZE
             )
             where = elements[:, None] + dims[None, :]
             is_element = is_read[:, None] & (dims < HEAD_DIM)[None, :]

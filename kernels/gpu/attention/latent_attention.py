@@ -1,6 +1,6 @@
 """Latent attention over paged rows on a GPU (DeepSeek-V2, 2.1): one row a token, which is the key and the value.
 
-A row is a key that all heads share and that is rotated, and the latent behind it (`kernels.latent_attention`). The rows
+A row is a key that all heads share and that is rotated, and the latent behind it (`kernels.linear`). The rows
 of a tile are loaded once and multiplied twice: with the queries of many heads, and, their latents, with the weights.
 Sums of rotated keys are of no use: `out` has nothing in their place.
 
@@ -64,13 +64,7 @@ def tiling_of(view: BlockView) -> LatentTiling:
 
 
 def latent_decode(
-    queries: Tensor,
-    out: Tensor,
-    view: BlockView,
-    batch: DecodeBatch,
-    *,
-    rank: int,
-    tiling: LatentTiling | None = None,
+    queries: Tensor, out: Tensor, view: BlockView, batch: DecodeBatch, *, rank: int, tiling: LatentTiling | None = None
 ) -> CompiledKernel | None:
     """Compute attention of one query token per context over its rows, its own included, in the blocks.
 
@@ -79,8 +73,7 @@ def latent_decode(
     batch          whose heads are 1, heads, rank, and whose tiles are those of the tiling
     tiling         None: the one for this GPU
 
-    Slots outside a context are not read. Returns the kernel that computed the parts; None in Triton's interpreter.
-    """
+    Slots outside a context are not read. Returns the kernel that computed the parts; None in Triton's interpreter."""
     _, _, num_heads, width = queries.shape
     sizes = tiling or tiling_of(view)
     heads = max(sizes.heads(num_heads), padded(1))
@@ -114,21 +107,14 @@ def latent_decode(
 
 
 def latent_prefill(
-    queries: Tensor,
-    out: Tensor,
-    view: BlockView,
-    batch: ChunkBatch,
-    *,
-    rank: int,
-    tiling: LatentTiling | None = None,
+    queries: Tensor, out: Tensor, view: BlockView, batch: ChunkBatch, *, rank: int, tiling: LatentTiling | None = None
 ) -> None:
     """Compute attention of every query token over the rows up to its own, in the blocks.
 
     queries, out   [tokens, 1, heads, row_width]; see `latent_decode`
     batch          whose tiles have as many tokens as a program has rows for all heads that it takes
 
-    Slots behind a token's position are not read.
-    """
+    Slots behind a token's position are not read."""
     _, _, num_heads, width = queries.shape
     sizes = tiling or tiling_of(view)
     heads = sizes.heads(num_heads)
@@ -212,8 +198,7 @@ def _attend(
 ):
     """Return the state (highest score, sum of weights and weighted latents of each query) after one more tile.
 
-    `rows`: those of the layer in block 0. `is_seen`: of each query, or of all, which tokens count.
-    """
+    `rows`: those of the layer in block 0. `is_seen`: of each query, or of all, which tokens count."""
     most, total, result = state
     turned, dims = tl.arange(0, PADDED_ROPE), tl.arange(0, PADDED_RANK)
     rope: tl.constexpr = WIDTH - RANK

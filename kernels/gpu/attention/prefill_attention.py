@@ -2,8 +2,7 @@
 
 One program per tile of query tokens and key head; the query heads of the key head are rows of the same tile, so that a
 tile of keys is read once for all of them. Longest contexts first: what is left at the end is short. Only the last tiles
-of a context hold keys that some of the rows must not see; the others are computed without a mask.
-"""
+of a context hold keys that some of the rows must not see; the others are computed without a mask."""
 
 import math
 from collections.abc import Sequence
@@ -98,8 +97,7 @@ def paged_prefill(
     is_chunked     it reads those since the last multiple of the window
     scores         what becomes of scores, with the sinks [heads] of this layer
 
-    Slots behind what a tile of tokens reads are not read.
-    """
+    Slots behind what a tile of tokens reads are not read."""
     _, kv_heads, group, head_dim = queries.shape
     stride, keys_at, values_at = view.offsets
     padded_group = power_of_two(group)

@@ -1,7 +1,6 @@
 """What attention's kernels make of scores, and which tokens they read, beside the plain form (`kernels.attention`).
 
-Scores are in units of log2(e), as weights are powers of 2, which is what the hardware computes.
-"""
+Scores are in units of log2(e), as weights are powers of 2, which is what the hardware computes."""
 
 import math
 
@@ -20,10 +19,8 @@ def capped(scores, cap):
 
 @triton.jit
 def first_read(positions, window, IS_CHUNKED: tl.constexpr):
-    """Return the first token that each position reads, perhaps below 0. `window` 0: all up to its own.
-
-    `IS_CHUNKED`: those since the last multiple of the window.
-    """
+    """Return the first token that each position reads, perhaps below 0. `window` 0: all up to its own. `IS_CHUNKED`:
+    those since the last multiple of the window."""
     if IS_CHUNKED:
         return positions // window * window
     return tl.where(window > 0, positions - window + 1, 0)

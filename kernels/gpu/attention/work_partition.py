@@ -43,8 +43,7 @@ def partition(
 ) -> WorkPartition:
     """Partition contexts of lengths [rows] tokens, each at least 1; the last `window` are read, in whole tiles.
 
-    `is_chunked`: those since the last multiple of the window are read.
-    """
+    `is_chunked`: those since the last multiple of the window are read."""
     assert len(lengths), "nothing to divide"
     if _native is None:
         return plain_partition(lengths, tile=tile, num_programs=num_programs, window=window, is_chunked=is_chunked)

@@ -11,9 +11,8 @@ import pytest
 from rich.console import Console
 
 from alignedserve.batches.records import Endpoint
-from alignedserve.cli.batch.client import BatchClient
+from alignedserve.cli.batch.client import BatchClient, watch_until_over
 from alignedserve.cli.batch.input_check import check_file
-from alignedserve.cli.batch.session import watch_until_over
 from alignedserve.core.request import Request
 from tests.gateway.batches.batch_server import CuttingProxy, listening
 from tests.gateway.batches.batch_support import batch_gateway
@@ -168,7 +167,7 @@ async def test_submitting_again_after_the_file_is_deleted_finds_the_batch(
 async def test_a_download_whose_connections_break_again_and_again_goes_on_as_long_as_it_comes_further(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("alignedserve.cli.batch.results.PATIENCE_S", 0.2)
+    monkeypatch.setattr("alignedserve.cli.batch.commands.PATIENCE_S", 0.2)
     async with command_line(tmp_path, capsys) as cli:
         batch = await cli.served.submit(chat_lines(60))
         await cli.served.wait_for(batch["id"])

@@ -12,8 +12,7 @@ import pytest
 from typing_extensions import override
 
 from alignedserve.batches import driver, line_tracker, run
-from alignedserve.batches.log.disk_log import DiskLog
-from alignedserve.batches.log.log_format import ResultRecord
+from alignedserve.batches.log.disk_log import DiskLog, ResultRecord
 from alignedserve.batches.records import BatchRecord, BatchStatus, FileId, decode
 from alignedserve.batches.repository import BatchSnapshot
 from alignedserve.config.sections import BatchesConfig

@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from alignedserve.api.errors import Overloaded, Unavailable
-from alignedserve.api.models.model_card import ModelCard
+from alignedserve.api.models.model_services import ModelCard
 from alignedserve.batches.interfaces import ModelState
 from alignedserve.core.request import Request
 from tests.gateway.batches.batch_support import BatchGateway, batch_gateway

@@ -10,7 +10,7 @@ import httpx
 import msgspec
 import pytest
 
-from alignedserve.batches.input_file import InputFile
+from alignedserve.batches.input_lines import InputFile
 from alignedserve.batches.logic import Validated
 from alignedserve.batches.records import Endpoint
 from alignedserve.batches.stores.disk_blobs import DiskBlobs

@@ -12,8 +12,8 @@ import pytest
 from alignedserve.api.errors import Overloaded, ResourceUnavailable
 from alignedserve.api.models.model_registry import RegisteredModel
 from alignedserve.api.openai import chat_grammar
-from alignedserve.api.openai.generation_request import likely_class
 from alignedserve.api.openai.parsing import check_cost
+from alignedserve.api.openai.request_builder import likely_class
 from alignedserve.api.work_lanes import WorkLanes, note_class, rough_length
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.errors import InvalidRequest

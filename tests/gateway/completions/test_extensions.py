@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from alignedserve.api.models.model_card import ModelCard
+from alignedserve.api.models.model_services import ModelCard
 from tests.gateway import tool_support
 from tests.gateway.support import (
     EOS,

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from alignedserve.api.models.model_card import ModelCard
+from alignedserve.api.models.model_services import ModelCard
 from alignedserve.runtime.grammar.compiler import has_free_blanks
 from alignedserve.runtime.model.sampling_defaults import SamplingDefaults
 from tests.gateway.support import EOS, gateway, tokenizer_folder

@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 
 from alignedserve.api.errors import Forbidden, NotFound
-from alignedserve.api.models.adapter_directory import AdapterDirectory
+from alignedserve.api.models.model_services import AdapterDirectory
 from alignedserve.config.sections import LoraConfig, ModelSectionConfig
 from alignedserve.core.errors import InvalidRequest
 from alignedserve.keys.entry import NAMED, KeyEntry
-from alignedserve.runtime.lora.adapter_folders import with_adapters
+from alignedserve.runtime.lora.loaded_adapters import with_adapters
 from alignedserve.runtime.model.served_model import resolve_model
 from tests.support.models.lora_folders import write_adapter
 from tests.support.models.tiny_models import make_tiny_model

@@ -9,9 +9,8 @@ import msgspec
 import pytest
 
 from alignedserve.api.errors import Unservable
-from alignedserve.api.models.adapter_directory import AdapterDirectory
-from alignedserve.api.models.model_card import ModelCard
 from alignedserve.api.models.model_registry import RegisteredModel
+from alignedserve.api.models.model_services import AdapterDirectory, ModelCard
 from alignedserve.api.prefix_hasher import PrefixHasher
 from alignedserve.api.work_lanes import LONG_LEN
 from alignedserve.config.sections import LoraConfig
@@ -19,7 +18,7 @@ from alignedserve.core.request import Request
 from alignedserve.gateway.routes import request_bodies
 from alignedserve.keys.file import KeyRow, ring_of
 from alignedserve.keys.ring import digest_of
-from alignedserve.runtime.lora.adapter_folders import with_adapters
+from alignedserve.runtime.lora.loaded_adapters import with_adapters
 from alignedserve.runtime.model.served_model import ServedModel
 from tests.gateway.batches.batch_support import BatchGateway, batch_gateway
 from tests.gateway.deployment_support import served_model

@@ -11,7 +11,7 @@ import httpx
 import numpy as np
 import pytest
 
-from alignedserve.api.models.model_card import ModelCard
+from alignedserve.api.models.model_services import ModelCard
 from alignedserve.core.request import RequestClass
 from alignedserve.gateway.routes import request_bodies
 from alignedserve.runtime.model.decoder.decoder_parts import Activation

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from alignedserve.api.errors import GenerationError
-from alignedserve.api.models.model_card import ModelCard
+from alignedserve.api.models.model_services import ModelCard
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.request import Request
 from alignedserve.gateway.server import HttpServer, bind

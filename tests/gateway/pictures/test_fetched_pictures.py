@@ -11,7 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from alignedserve.api.errors import Overloaded, ResourceUnavailable
-from alignedserve.api.models.model_card import ModelCard
+from alignedserve.api.models.model_services import ModelCard
 from alignedserve.api.picture_reader import PictureReader
 from alignedserve.api.work_lanes import WorkLanes, note_class, note_client
 from alignedserve.batch_worker.lines import ClusterLineRunner

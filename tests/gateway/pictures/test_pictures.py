@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from alignedserve.api.models.model_card import ModelCard
+from alignedserve.api.models.model_services import ModelCard
 from alignedserve.core.plugins import load_plugin
 from alignedserve.core.request import Request
 from alignedserve.text.tokenizer import Tokenizer

@@ -14,7 +14,7 @@ from starlette.types import Message
 from typing_extensions import override
 
 from alignedserve.api.errors import ClientDisconnected, Unservable
-from alignedserve.batches.responses.event_log import EventChunk
+from alignedserve.batches.responses.response_repository import EventChunk
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.errors import StoreUnavailable
 from alignedserve.gateway import streaming

@@ -8,7 +8,7 @@ import httpx
 import pytest
 from typing_extensions import override
 
-from alignedserve.api.models.model_card import ModelCard
+from alignedserve.api.models.model_services import ModelCard
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.errors import StoreFull, StoreUnavailable
 from alignedserve.gateway.responses import responses_api as store_loss

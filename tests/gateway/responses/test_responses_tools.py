@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from alignedserve.api.models.model_card import ModelCard
+from alignedserve.api.models.model_services import ModelCard
 from alignedserve.core.request import Request
 from tests.gateway.batches.batch_server import listening
 from tests.gateway.batches.batch_support import BatchGateway, batch_gateway

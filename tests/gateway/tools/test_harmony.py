@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from alignedserve.api.models.model_card import ModelCard
+from alignedserve.api.models.model_services import ModelCard
 from tests.gateway.support import chunks_of, error_of, gateway
 from tests.gateway.tool_support import (
     HARMONY,

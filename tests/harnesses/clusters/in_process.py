@@ -37,7 +37,7 @@ from alignedserve.runtime.kv.arena_files import arena_folder
 from alignedserve.runtime.kv.buffer_budget import BufferBudget
 from alignedserve.runtime.kv.candidate_memory import CandidateMemory
 from alignedserve.runtime.kv.transfers.kv_transfer import lends_device_memory
-from alignedserve.runtime.lora.adapter_folders import with_adapters
+from alignedserve.runtime.lora.loaded_adapters import with_adapters
 from alignedserve.runtime.model.served_model import ServedModel, resolve_model
 from alignedserve.worker_core.router_link import registration_of
 from decode_worker import factory as decode_factory

@@ -8,7 +8,7 @@ from alignedserve.core.request import LoraAdapter, Request, SamplingParams
 from alignedserve.messages.iterations import IterationCompleted, RunIteration
 from alignedserve.process.links import Identity
 from alignedserve.runtime.engine.model_executor import ModelExecutor
-from alignedserve.runtime.kv.block_copier import BlockCopier
+from alignedserve.runtime.kv.candidate_memory import BlockCopier
 from alignedserve.runtime.kv.staged_copies import CopyLanes
 from alignedserve.runtime.pictures import rope_places
 from tests.support.devices.device_stand_in import Machine, StandInStorage

@@ -21,8 +21,7 @@ from alignedserve.core.errors import HandoffRejected, NotEnoughMemory
 from alignedserve.runtime.device.accelerator import SharedRows
 from alignedserve.runtime.device.registered_memory import MemoryDriver
 from alignedserve.runtime.device.streams import Event
-from alignedserve.runtime.kv.block_storage import BlockStorage
-from alignedserve.runtime.kv.device_pieces import DevicePieces
+from alignedserve.runtime.kv.block_storage import BlockStorage, DevicePieces
 from alignedserve.runtime.kv.staged_copies import CopyLanes
 from kernels.cpu.row_digest import WORD_BYTES
 from tests.support.devices.checked_streams import CheckedEvent, CheckedStream

@@ -11,10 +11,10 @@ from typing_extensions import override
 from alignedserve.core.block_layout import BlockLayout
 from alignedserve.runtime.device.collectives import Collectives
 from alignedserve.runtime.device.streams import streams_of
-from alignedserve.runtime.engine.model_loading import LoadedRank
 from alignedserve.runtime.engine.ranks.follower_process import FollowerEngine
-from alignedserve.runtime.engine.ranks.rank_copies import FollowerCopies, GroupCopies
+from alignedserve.runtime.engine.ranks.rank_group import FollowerCopies, GroupCopies
 from alignedserve.runtime.engine.ranks.rank_spec import Meeting, RankEngineSpec, load_shard, make_storage
+from alignedserve.runtime.engine.worker_engine import LoadedRank
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.model.served_model import ServedModel
 from tests.support.devices.device_stand_in import Machine, StandInStorage

@@ -15,11 +15,10 @@ from alignedserve.runtime.device.dtypes import torch_dtype
 from alignedserve.runtime.device.streams import Event, streams_of
 from alignedserve.runtime.engine.engine_options import EngineOptions
 from alignedserve.runtime.engine.forward.decoder import Decoder
-from alignedserve.runtime.engine.forward.decoder_ranks import DecoderRanks
+from alignedserve.runtime.engine.forward.native_pass import DecoderRanks
 from alignedserve.runtime.engine.ranks.follower_process import FollowerEngine
 from alignedserve.runtime.engine.ranks.rank_commands import Command
-from alignedserve.runtime.engine.ranks.rank_copies import FrameCount
-from alignedserve.runtime.engine.ranks.rank_group import MirroredRanks
+from alignedserve.runtime.engine.ranks.rank_group import FrameCount, MirroredRanks
 from alignedserve.runtime.engine.steps.step_passes import Capture
 from alignedserve.runtime.engine.swap_space import SwapSpace
 from alignedserve.runtime.kv.block_storage import BlockStorage

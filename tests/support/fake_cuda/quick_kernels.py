@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from alignedserve.runtime.attention import triton_backend
 from alignedserve.runtime.engine.sampling import sampler
-from kernels import activation, gpu_dispatch, norm, rotary, sampling
+from kernels import activation, gpu_dispatch, rotary, sampling
 from kernels.attention import ScoreForm
 from kernels.gpu.blocks import BlockTables, BlockView
 from kernels.sampling import RowParameters
@@ -31,7 +31,7 @@ def quick_kernels() -> Iterator[None]:
         stack.enter_context(mock.patch.object(triton_backend, "paged_decode", _decode))
         stack.enter_context(mock.patch.object(triton_backend, "paged_prefill", _prefill))
         stack.enter_context(mock.patch.object(gpu_dispatch, "wants_fused_kernels", return_value=False))
-        for module in (norm, rotary, activation, sampler):
+        for module in (rotary, activation, sampler):
             stack.enter_context(mock.patch.object(module, "fused_kernels", _module))
         yield
 

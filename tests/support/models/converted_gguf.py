@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from alignedserve.runtime.model.families.table import FAMILIES
-from alignedserve.runtime.model.gguf.names import GGUF_NAMES
+from alignedserve.runtime.model.gguf.config import GGUF_NAMES
 from alignedserve.runtime.model.weight_names import ParameterNames
 
 _ARCHITECTURES = {

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from alignedserve.runtime.model.model_files import read_config
-from alignedserve.runtime.model.quantized.product_form import Computing
+from alignedserve.runtime.model.quantized.layout import Computing
 from alignedserve.runtime.model.weight_files import load_weights
-from alignedserve.runtime.model.weights.decoder_weights import DecoderWeights
+from alignedserve.runtime.model.weights.weight_loader import DecoderWeights
 
 
 def weights_as_on_a_gpu(

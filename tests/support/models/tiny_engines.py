@@ -17,10 +17,9 @@ from alignedserve.runtime.attention.registry import attention_planner
 from alignedserve.runtime.attention.sequence_table import SequenceTable
 from alignedserve.runtime.device.dtypes import torch_dtype
 from alignedserve.runtime.device.streams import DeviceStreams
-from alignedserve.runtime.engine.engine import Engine, NewSequence, StepOutput, StepSlice
+from alignedserve.runtime.engine.engine import Engine, NewSequence, RankMirror, StepOutput, StepSlice
 from alignedserve.runtime.engine.engine_options import EngineOptions, OwnBlocks
 from alignedserve.runtime.engine.forward.decoder import Decoder
-from alignedserve.runtime.engine.rank_mirror import RankMirror
 from alignedserve.runtime.engine.steps.batch_builder import BatchBuilder
 from alignedserve.runtime.engine.steps.step_passes import Capture
 from alignedserve.runtime.grammar.token_masks import TokenMasks

@@ -6,8 +6,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from alignedserve.batches.location import DriverStores, stores_in
+from alignedserve.batches.remote.remote_stores import SharedLimits, StateServer
 from alignedserve.batches.remote.state_client import STATE, StateClient
-from alignedserve.batches.remote.state_server import SharedLimits, StateServer
 from alignedserve.keys.open_counts import OpenPool
 from alignedserve.keys.quotas import LEASE_S, QuotaPool
 from alignedserve.keys.watch import SharedKeys

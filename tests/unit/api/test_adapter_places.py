@@ -2,7 +2,7 @@
 
 import pytest
 
-from alignedserve.api.models.adapter_directory import check_room
+from alignedserve.api.models.model_services import check_room
 from alignedserve.core.errors import InvalidRequest
 from alignedserve.keys.entry import ANYONE, NAMED, KeyEntry
 from alignedserve.runtime.lora.loaded_adapters import AdapterChange, Changes

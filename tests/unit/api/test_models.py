@@ -9,9 +9,8 @@ import pytest
 from typing_extensions import override
 
 from alignedserve.api.errors import Overloaded, ResourceUnavailable, Unavailable, UnknownModel
-from alignedserve.api.models.model_card import ModelCard
 from alignedserve.api.models.model_registry import ModelRegistry, RegisteredModel, WaitingLine
-from alignedserve.api.models.model_services import ModelServices
+from alignedserve.api.models.model_services import ModelCard, ModelServices
 from alignedserve.core.request import LoraAdapter, RequestClass
 
 CHAT, DOCUMENTS = RequestClass.REAL_TIME, RequestClass.BEST_EFFORT

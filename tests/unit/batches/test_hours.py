@@ -7,8 +7,7 @@ from zoneinfo import ZoneInfo
 import pytest
 from typing_extensions import override
 
-from alignedserve.batches.hours import Schedule, parse_hours
-from alignedserve.batches.schedule import Turn, by_priority, check_window, window_text
+from alignedserve.batches.hours import Schedule, Turn, by_priority, check_window, parse_hours, window_text
 from alignedserve.core.errors import InvalidRequest
 
 NIGHT = "22:00-06:00 Europe/Berlin"

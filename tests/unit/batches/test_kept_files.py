@@ -11,8 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from alignedserve.batches.driver import ClockGain
-from alignedserve.batches.garbage_collection import collect_garbage, forget_input
+from alignedserve.batches.driver import ClockGain, collect_garbage, forget_input
 from alignedserve.batches.location import DriverStores, stores_in
 from alignedserve.batches.logic import CancelRequested, ValidationFailed, advance
 from alignedserve.batches.records import BACKGROUND, BatchKey, BatchRecord, BatchStatus, FileId, Progress, api_owner

@@ -4,6 +4,7 @@ from collections import Counter
 
 import pytest
 
+from alignedserve.batches.driver import ThroughputMeter
 from alignedserve.batches.eta import (
     RemainingWork,
     ThroughputEstimate,
@@ -24,7 +25,6 @@ from alignedserve.batches.line_scheduling import (
 )
 from alignedserve.batches.records import BatchTotals, Counts, Progress, Risk, Usage
 from alignedserve.batches.repository import BatchRepository
-from alignedserve.batches.statistics import ThroughputMeter
 from tests.support.batch_samples import batch_record
 from tests.support.marks import each
 from tests.support.memory_records import MemoryRecords

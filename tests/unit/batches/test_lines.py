@@ -12,19 +12,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from alignedserve.batches.input_file import InputFile
-from alignedserve.batches.input_lines import CommonBeginnings
+from alignedserve.batches.driver import BatchStatistics
+from alignedserve.batches.input_lines import CommonBeginnings, InputFile
 from alignedserve.batches.interfaces import LineRejected, LineRequest, LineResponse, ModelState
-from alignedserve.batches.line_executor import LineExecutor, RunContext
 from alignedserve.batches.line_scheduling import LineDurations, LineSlots
 from alignedserve.batches.line_tracker import LineTracker
 from alignedserve.batches.location import stores_in
-from alignedserve.batches.log.log_format import LineOutcome
+from alignedserve.batches.log.disk_log import LineOutcome
 from alignedserve.batches.records import Progress
 from alignedserve.batches.repository import BatchSnapshot
 from alignedserve.batches.results import ResultWriter
-from alignedserve.batches.run import BatchRun
-from alignedserve.batches.statistics import BatchStatistics
+from alignedserve.batches.run import BatchRun, LineExecutor, RunContext
 from alignedserve.config.sections import BatchesConfig
 from tests.support.batch_samples import INPUT, batch_record, chat_line, chat_lines
 from tests.support.marks import each

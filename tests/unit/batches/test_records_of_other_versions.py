@@ -22,8 +22,7 @@ from alignedserve.batches.records import (
     encode,
 )
 from alignedserve.batches.repository import BatchRepository, BatchSnapshot, StorageUsage, StoredThroughputs
-from alignedserve.batches.responses.event_log import EventRange
-from alignedserve.batches.responses.response_repository import StoredConversation, StoredResponse
+from alignedserve.batches.responses.response_repository import EventRange, StoredConversation, StoredResponse
 from alignedserve.messages.state import SetValue
 from tests.support.batch_samples import BATCH, INPUT, OUTPUT, batch_record, file_record
 from tests.support.memory_records import MemoryRecords

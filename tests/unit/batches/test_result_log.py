@@ -9,8 +9,14 @@ from pathlib import Path
 import pytest
 
 from alignedserve.batches.log import disk_log
-from alignedserve.batches.log.disk_log import DiskLogs
-from alignedserve.batches.log.log_format import LineOutcome, LogTotals, ResultRecord, decode_record, encode_record
+from alignedserve.batches.log.disk_log import (
+    DiskLogs,
+    LineOutcome,
+    LogTotals,
+    ResultRecord,
+    decode_record,
+    encode_record,
+)
 from alignedserve.batches.records import BatchKey, ResultKind, Usage
 from alignedserve.batches.results import ResultWriter
 from alignedserve.core.errors import StorageDamaged, StorageError

@@ -10,7 +10,7 @@ import yaml
 from jsonschema import ValidationError  # type: ignore[import-untyped]
 from ray.autoscaler._private.util import prepare_config, validate_config
 
-from alignedserve.cli.commands.serving.up import expected_nodes
+from alignedserve.cli.commands.serving.serve import expected_nodes
 from alignedserve.cluster.ray_node import RAY_ENVIRONMENT
 from plugins.autoscaler.ray_autoscaler import read_autoscaler
 

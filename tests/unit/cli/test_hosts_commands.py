@@ -17,7 +17,7 @@ from rich.console import Console
 from alignedserve.cli.commands.cluster import hosts
 from alignedserve.cli.commands.cluster.one_host import load_line
 from alignedserve.cli.commands.serving import serve as serving
-from alignedserve.cli.commands.serving.up import driver_command, urls_of
+from alignedserve.cli.commands.serving.serve import driver_command, urls_of
 from alignedserve.cli.main import main
 from alignedserve.cli.options import ServeOptions
 from alignedserve.cli.wiring import start_cluster

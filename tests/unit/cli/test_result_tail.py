@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from alignedserve.cli.batch.commands import NotWritten, ResultsChanged, ResultTail, open_tail
 from alignedserve.cli.batch.formatting import Rate, clock, duration, outlook
-from alignedserve.cli.batch.results import NotWritten, ResultsChanged, ResultTail, open_tail
 from alignedserve.core.errors import ConfigError
 from tests.support.marks import each
 

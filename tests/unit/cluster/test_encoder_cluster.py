@@ -11,7 +11,7 @@ from alignedserve.cluster.sizing import choose_sizes
 from alignedserve.config.loading import load_config
 from alignedserve.config.sections import ClusterConfig, LoraConfig, ModelSectionConfig, Topology
 from alignedserve.core.errors import ConfigError, UnsupportedModel
-from alignedserve.runtime.model.hf_config import read_model_config
+from alignedserve.runtime.model.model_files import read_model_config
 from alignedserve.runtime.model.served_model import ServedModel, resolve_model
 from alignedserve.scheduling.factory import resolve_policy
 from tests.support.models.tiny_encoders import make_tiny_encoder

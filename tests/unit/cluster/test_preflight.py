@@ -37,7 +37,7 @@ from alignedserve.core.errors import (
     NotEnoughMemory,
     UnsupportedModel,
 )
-from alignedserve.runtime.model.hf_config import parse_model_config
+from alignedserve.runtime.model.model_files import parse_model_config
 from alignedserve.runtime.model.served_model import ServedModel, resolve_model
 from alignedserve.scheduling.factory import resolve_policy
 from tests.harnesses.clusters.in_process import small_config

@@ -11,8 +11,8 @@ from alignedserve.cluster.sizing import SizeChoice, choose_sizes
 from alignedserve.config.sections import MIB, ClusterConfig, ModelSectionConfig, Topology
 from alignedserve.config.unset_sizes import DefaultSize, from_mapping
 from alignedserve.core.errors import NotEnoughMemory
+from alignedserve.runtime.model.model_files import StoredWeights
 from alignedserve.runtime.model.served_model import ServedModel, resolve_model
-from alignedserve.runtime.model.stored_weights import StoredWeights
 from alignedserve.scheduling.factory import resolve_policy
 from tests.support.marks import each
 

@@ -14,9 +14,9 @@ from rich.console import Console
 from typing_extensions import override
 
 from alignedserve.batches.location import RECORDS
-from alignedserve.batches.stores import sqlite_file
+from alignedserve.batches.stores import sqlite_records
 from alignedserve.batches.stores.sqlite_records import SqliteRecords
-from alignedserve.cli.commands.serving.start_screen import StartScreen
+from alignedserve.cli.commands.serving.serve import StartScreen
 from alignedserve.cluster import machine, run_folder
 from alignedserve.cluster.batch_storage import _state_folder, open_batch_storage
 from alignedserve.cluster.run_folder import make_run_folder, make_run_root
@@ -249,7 +249,7 @@ async def test_the_file_is_left_to_the_driver_of_batches_that_has_it(
     config: ClusterConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Any other cluster waits for the process that has the file, and is refused while it lives."""
-    monkeypatch.setattr(sqlite_file, "_BUSY_S", 0.1)
+    monkeypatch.setattr(sqlite_records, "_BUSY_S", 0.1)
     former = open_batch_storage(config)
     records = SqliteRecords(tmp_path / RECORDS)
     try:

@@ -8,10 +8,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels.cpu.expert_products import native_experts
-from kernels.cpu.int8_linear import Int8Linear
+from kernels.cpu.packed_linear import Int8Linear
 from kernels.feed_forward import ExpertRouter, Experts, FeedForwardPart, GroupRouter, grouped_products
+from kernels.grouped_linear import ExpertWeights, stacked_experts
 from kernels.linear import Linear
-from kernels.sorted_experts import ExpertWeights, stacked_experts
 from tests.support.devices.host_reads import NoHostReads
 from tests.support.marks import each
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kernels.activation import ACTIVATIONS
-from kernels.cpu.int8_linear import Int8Linear
+from kernels.cpu.packed_linear import Int8Linear
 from kernels.linear import Linear
 from tests.support.marks import each
 from tests.support.models.tiny_engines import LogitsProbe, random_tokens, tiny_decoder

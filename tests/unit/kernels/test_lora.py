@@ -16,8 +16,8 @@ from torch.nn import functional
 from kernels.addend_layout import LayerProduct, ProductShape, site_of, up_column
 from kernels.addends import Addends
 from kernels.cpu.block_quantized_linear import BlockQuantizedLinear, JoinedLinear, block_levels
-from kernels.cpu.int8_linear import Int8Linear
 from kernels.cpu.lora import LoraModule, NativeAdapter, lora_levels
+from kernels.cpu.packed_linear import Int8Linear
 from kernels.linear import AdaptableProjection, Linear
 from kernels.lora import PLAIN, AdapterMatrices, AdapterRows
 from tests.support.marks import each

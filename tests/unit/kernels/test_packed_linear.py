@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.cpu.int8_linear import Int8Linear
-from kernels.cpu.packed_linear import INT8, PackedLinear, packed_levels
+from kernels.cpu.packed_linear import INT8, Int8Linear, PackedLinear, packed_levels
 from kernels.linear import OneDnnLinear
 
 pytestmark = pytest.mark.slow

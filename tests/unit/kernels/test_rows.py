@@ -4,12 +4,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import activation, norm, rotary, sampling
-from kernels.activation import Gated, gated
+from kernels import activation, rotary, sampling
+from kernels.activation import Gated, LayerNorm, Norm, RmsNorm, gated, rms_norm
 from kernels.cpu import rows
 from kernels.cpu.native import vector_levels
 from kernels.cpu.rows import GateRows, HeadRows, NormRows, highest, native_level
-from kernels.norm import LayerNorm, Norm, RmsNorm, rms_norm
 from kernels.rotary import HeadPlacement, rotary_angles, rotate_
 from tests.support.marks import slow
 
@@ -175,7 +174,7 @@ def test_plain_forms_agree(monkeypatch: pytest.MonkeyPatch) -> None:
         return [*results, x, keys, values, token_ids, is_usable]
 
     native = everything()
-    for module in (norm, activation, rotary, sampling):
+    for module in (activation, rotary, sampling):
         monkeypatch.setattr(module, "native_level", lambda dtype, device: None)
     for one, other in zip(native, everything(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)

@@ -7,10 +7,10 @@ from torch import Tensor
 
 from kernels.cpu.state_scans import GatedForm
 from kernels.states import convolution, delta_rule, state_space
-from kernels.states import steps as gated_rows
+from kernels.states import delta_rule as gated_rows
 from kernels.states.convolution import ConvolutionGates, causal_convolution
+from kernels.states.delta_rule import GatedRows
 from kernels.states.state_rows import NO_BLOCK, StateParts, StateRows
-from kernels.states.steps import GatedRows
 
 COUNTS = (5, 1, 9)
 NUM_TOKENS, NUM_BLOCKS = sum(COUNTS), 8

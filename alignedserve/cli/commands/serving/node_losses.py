@@ -1,8 +1,7 @@
 """What `serve` does when Ray was lost on this host: it starts anew in its own place, or ends with a code of its own.
 
 In its own place: the process becomes its successor, with the same id, terminal and supervisor. Nothing of what Ray
-keeps in a process has to be taken down, which may hang without Ray's head.
-"""
+keeps in a process has to be taken down, which may hang without Ray's head."""
 
 import os
 import signal
@@ -40,7 +39,9 @@ class NodeLosses:
         num_losses = 1 if has_served else self._num_before + 1
         if not is_wanted or num_losses > _MAX_LOSSES:
             print_error(error)
-            _end(os.EX_TEMPFAIL)
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(os.EX_TEMPFAIL)
         notes().print(f"{error}. Starting again …", markup=False, soft_wrap=True)
         self._become_successor(num_losses)
 
@@ -64,9 +65,3 @@ def _close_files_on_exec() -> None:
                 os.set_inheritable(int(name), False)
             except OSError:
                 continue  # closed meanwhile
-
-
-def _end(code: int) -> NoReturn:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)

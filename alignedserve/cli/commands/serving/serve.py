@@ -1,4 +1,9 @@
-"""`alignedserve serve`: start a cluster on this machine, say what to do next, stop cleanly."""
+"""`alignedserve serve`: start a cluster on this machine, say what to do next, stop cleanly.
+
+The terminal while a cluster starts: the sizes chosen, and how much of the model is loaded.
+
+`alignedserve up`: serve on the nodes of the Ray cluster that runs here, also after this shell has ended.
+"""
 
 import contextlib
 import math
@@ -6,16 +11,19 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
-from types import FrameType
+from pathlib import Path
+from types import FrameType, TracebackType
 
 import typer
+import yaml
+from rich.console import Console
 from rich.markup import escape
 from rich.panel import Panel
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from alignedserve.api.objectives import default_slo, in_words, unholdable
 from alignedserve.cli.commands.serving.node_losses import NodeLosses
-from alignedserve.cli.commands.serving.start_screen import StartScreen
 from alignedserve.cli.console import INTERRUPTED, chat_command, notes, results
 from alignedserve.cli.downloads import fetch_model
 from alignedserve.cli.keys.commands import check_keys, show_keys, warn_of_strangers
@@ -24,18 +32,102 @@ from alignedserve.cli.wiring import start_cluster
 from alignedserve.cluster.deployments.on_demand import ModelOnDemand
 from alignedserve.cluster.draining.drain_watch import LastAnswers
 from alignedserve.cluster.hosts.cluster import ClusterOnHosts
+from alignedserve.cluster.hosts.orders import connected
+from alignedserve.cluster.hosts.record import ClusterRecord, read_record, recorded_drain_s, recorded_driver
+from alignedserve.cluster.hosts.supervisor import driver_log, end_supervisor, start_supervisor
 from alignedserve.cluster.local_ray.worker_template import WorkerTemplate
 from alignedserve.cluster.serving_cluster import AskedToStop, ServingCluster
 from alignedserve.cluster.signals import ignore_signals
-from alignedserve.config.environment import api_keys
-from alignedserve.config.model_settings import ModelSettings
-from alignedserve.config.sections import ClusterConfig, GatewayConfig
-from alignedserve.core.errors import AlignedServeError, NodeLost
+from alignedserve.cluster.sizing import SizeChoice
+from alignedserve.config.environment import api_keys, ray_address
+from alignedserve.config.model_settings import ModelSettings, load_models, name_of
+from alignedserve.config.overrides import override_of
+from alignedserve.config.sections import MIB, ClusterConfig, GatewayConfig
+from alignedserve.core.errors import AlignedServeError, NodeLost, ResourceError
 from alignedserve.gateway.connections.limits import file_shortage
 from alignedserve.messages.gateways import ClusterStatus
+from alignedserve.process import loading_progress
 from alignedserve.process.heap import forget_pages_of_files, settle_heap
-from alignedserve.runtime.model.named_models import pocket_folder
+from alignedserve.runtime.device_check.choice import DeviceChoice
+from alignedserve.runtime.model.named_models import POCKET, pocket_folder
 from alignedserve.runtime.model.served_model import ServedModel
+from alignedserve.scheduling.factory import require_effect
+
+_GIB = 1024 * MIB
+_FIRST_ESTIMATE_S = 1.0  # of loading; earlier ones jump
+
+
+class StartScreen:
+    """A StartObserver on stderr, used as a context manager. Only the sizes are written where that is no terminal."""
+
+    def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._console = console or notes()
+        self._clock = clock
+        self._began_s: float | None = None  # loading
+        self._bar = Progress(
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=12),  # the whole line fits in 80 columns
+            TextColumn("{task.fields[done]}"),
+            TimeElapsedColumn(),
+            console=self._console,
+            disable=not self._console.is_terminal,
+            transient=True,
+            refresh_per_second=4,  # drawing costs CPU that the loading needs
+        )
+        self._task = self._bar.add_task("Starting the cluster …", total=None, done="")
+
+    def __enter__(self) -> "StartScreen":
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+    def stopping(self) -> None:
+        self._bar.tasks[0].total = None
+        self._bar.update(self._task, description="Stopping …", done="")
+
+    def device_chosen(self, choice: DeviceChoice) -> None:
+        if choice.remark:
+            self._console.print(
+                f"{'WARNING: ' if choice.is_warning else ''}{choice.remark}", markup=False, soft_wrap=True
+            )
+
+    def sizes_chosen(self, choice: SizeChoice, *, has_others: bool = False) -> None:
+        self._console.print(choice.line(names_model=has_others), markup=False, soft_wrap=True)
+        for warning in choice.remarks(names_model=has_others):
+            self._console.print(f"warning: {warning}", markup=False, soft_wrap=True)
+
+    def model_loading(self, progress: loading_progress.LoadedShare) -> None:
+        if not progress.total_bytes:
+            return
+        if self._began_s is None:
+            self._began_s = self._clock()
+        if progress.read_bytes == progress.total_bytes:
+            # Without a total, as a finished bar would stand still until the workers answer; `update` takes no None.
+            self._bar.tasks[0].total = None
+            self._bar.update(self._task, description="Warming up …", done=_amount(progress))
+            return
+        done = _amount(progress) + _left(progress, self._clock() - self._began_s)
+        total, completed = progress.total_bytes, progress.read_bytes
+        self._bar.update(self._task, description="Loading …", total=total, completed=completed, done=done)
+
+
+def _amount(progress: loading_progress.LoadedShare) -> str:
+    unit, name, digits = (_GIB, "GiB", 1) if progress.total_bytes >= 10 * _GIB else (MIB, "MiB", 0)
+    read, total = (f"{size / unit:.{digits}f}" for size in (progress.read_bytes, progress.total_bytes))
+    return f"{read} of {total} {name}, {progress.num_layers} of {progress.total_layers} layers"
+
+
+def _left(progress: loading_progress.LoadedShare, elapsed_s: float) -> str:
+    if not progress.read_bytes or elapsed_s < _FIRST_ESTIMATE_S:
+        return ""
+    left_s = elapsed_s * (progress.total_bytes - progress.read_bytes) / progress.read_bytes
+    return f", {left_s:.0f} s left"
+
 
 _READY_TIMEOUT_S = 120.0
 _DRAIN_LOOK_S = 0.1
@@ -251,3 +343,122 @@ def _shape(config: ClusterConfig) -> str:
         kind = f"{config.chosen_topology.value} {workers}"
         return f"1 router, {config.decode.count} {kind}"
     return f"1 router, 1 KV pool, {config.prefill.count} prefill and {config.decode.count} decode workers"
+
+
+_READY_S = 900.0
+_POLL_S = 0.5
+_TAIL_LINES = 15
+_BOOTSTRAP_NAME = "ray_bootstrap_config.yaml"  # in the head's home
+
+
+def up(options: ServeOptions) -> None:
+    """Start the supervisor of a driver, in place of any former one, and wait until the cluster answers. Raises an error
+    of the tree, with the driver's last words, when it does not."""
+    settings = load_models(options.config, options.all_overrides, options.named_models)
+    for config in settings.configs:
+        check_keys(config.gateway)
+        require_effect(config)  # a mistake is reported here, not in a log
+    config = settings.configs[0]
+    warn_of_strangers(config.gateway)
+    with connected():
+        end_supervisor(drain_s=recorded_drain_s())
+        former = recorded_driver()
+        supervisor = start_supervisor(driver_command(options, settings), ray_address() or "auto")
+        with notes().status("Starting the cluster …"):
+            record = _wait_ready(former, lambda: supervisor.poll() is not None)
+    results().print(urls_of(record))
+
+
+def urls_of(record: ClusterRecord) -> Table:
+    num_serving = sum(bool(node.actors) for node in record.nodes)
+    table = Table(title=f"AlignedServe serves {record.model} on {_counted(num_serving)}", title_justify="left")
+    for heading in ("node", "host", "answers at"):
+        table.add_column(heading)
+    for node in record.nodes:
+        table.add_row(
+            node.name or "-", f"{node.hostname} ({node.address})", escape(node.problem or "\n".join(node.urls))
+        )
+    return table
+
+
+def _counted(num_nodes: int) -> str:
+    return f"{num_nodes} node" if num_nodes == 1 else f"{num_nodes} nodes"
+
+
+def driver_command(options: ServeOptions, settings: ModelSettings) -> list[str]:
+    """Return the driver's command line: that of `serve`, with paths as seen from any folder. `settings`: what the
+    options amount to, seen from the folder of this shell."""
+    command = [sys.executable, "-m", "alignedserve", "serve"]
+    command += [_absolute_argument(model) for model in options.named_models]
+    if options.config is not None:
+        command += ["--config", str(options.config.absolute())]
+    for override in (*options.all_overrides, *_absolute_paths(settings, is_named=bool(options.named_models))):
+        command += ["--set", override]
+    return [*command, "--nodes", str(options.nodes or expected_nodes(Path.home() / _BOOTSTRAP_NAME))]
+
+
+def _absolute_argument(model: str) -> str:
+    name, separator, path = ("", "", model) if Path(model).exists() else model.rpartition("=")
+    return f"{name}{separator}{_absolute(path) if _is_local(path) else path}"
+
+
+def _absolute_paths(settings: ModelSettings, *, is_named: bool) -> list[str]:
+    """Return overrides for paths that mean something else in the driver's folder, which is not the shell's. `is_named`:
+    the models are arguments of the command line, and no settings."""
+    config = settings.configs[0]
+    paths: dict[str, str | None] = {
+        "batches.folder": config.batches.folder if not config.batches.is_in_bucket else None,
+        "recording.folder": config.recording.folder,
+    }
+    if not is_named:
+        prefixes = [""] if len(settings.own) == 1 else [f"{name_of(sections)}." for sections in settings.own]
+        models = [config.model.path for config in settings.configs]
+        paths |= {
+            f"{prefix}model.path": path if _is_local(path) else None
+            for prefix, path in zip(prefixes, models, strict=True)
+        }
+    return [
+        override_of(field, _absolute(path))
+        for field, path in paths.items()
+        if path is not None and not Path(path).is_absolute()
+    ]
+
+
+def _is_local(model: str) -> bool:
+    return model != POCKET and Path(model).exists()
+
+
+def _absolute(path: str) -> str:
+    return str(Path(path).expanduser().absolute())
+
+
+def expected_nodes(bootstrap: Path) -> int:
+    try:
+        document = yaml.safe_load(bootstrap.read_text(encoding="utf-8"))
+        types = document.get("available_node_types") or {}
+        num_workers = sum(int(node_type.get("min_workers") or 0) for node_type in types.values())
+        return 1 + max(num_workers, int(document.get("min_workers") or 0))
+    except (OSError, ValueError, TypeError, AttributeError, yaml.YAMLError):
+        return 1
+
+
+def _wait_ready(former: tuple[str, str] | None, has_ended: Callable[[], bool]) -> ClusterRecord:
+    ends_s = time.monotonic() + _READY_S
+    while time.monotonic() < ends_s:
+        time.sleep(_POLL_S)
+        if recorded_driver() != former:  # a former one of another version could not be read
+            record = read_record()
+            if record is not None and record.is_ready:
+                return record
+        if has_ended():
+            raise ResourceError(f"the driver has ended: {_last_words(driver_log())}")
+    raise ResourceError(f"the cluster was not ready within {_READY_S:.0f} s; its driver writes to {driver_log()}")
+
+
+def _last_words(path: Path) -> str:
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return f"{path} cannot be read"
+    errors = [line for line in lines[-_TAIL_LINES:] if line.startswith("error: ")]
+    return f"{errors[-1].removeprefix('error: ')} (see {path})" if errors else f"see {path}"

@@ -1,4 +1,6 @@
-"""One decoder for all model families: they differ in options of ModelConfig, not in branches over names."""
+"""One decoder for all model families: they differ in options of ModelConfig, not in branches over names.
+
+The frequencies by which each pair of a head's elements turns, in every scaling that families have."""
 
 import math
 import time
@@ -9,28 +11,94 @@ from torch import Tensor
 
 from alignedserve.process.heap import keep_freed_memory
 from alignedserve.runtime.device.dtypes import dtype_name
-from alignedserve.runtime.engine.forward.decoder_ranks import DecoderRanks
-from alignedserve.runtime.engine.forward.forward_batch import ForwardBatch, HiddenPass, Rotation
-from alignedserve.runtime.engine.forward.native_pass import native_pass
-from alignedserve.runtime.engine.forward.pass_state import (
+from alignedserve.runtime.engine.forward.forward_batch import (
     ExtraHeads,
+    ForwardBatch,
+    HiddenPass,
     PassState,
+    Rotation,
     StateStorage,
     adapted_product,
     temperatures,
 )
-from alignedserve.runtime.engine.forward.rope_frequencies import inverse_frequencies
+from alignedserve.runtime.engine.forward.native_pass import DecoderRanks, native_pass
 from alignedserve.runtime.kv.block_storage import BlockStorage
+from alignedserve.runtime.model.decoder.decoder_parts import RopeConfig, RopeScaling
 from alignedserve.runtime.model.decoder.model_config import ModelConfig, read_places
-from alignedserve.runtime.model.weights.decoder_weights import DecoderWeights, LayerWeights
+from alignedserve.runtime.model.weights.weight_loader import DecoderWeights, LayerWeights
+from kernels.activation import Norm
 from kernels.addend_layout import LayerProduct
 from kernels.attention import ScoreForm
 from kernels.cpu.decode_pass import AllowedTokens, HighestLogits, PassTimes
 from kernels.feed_forward import FeedForwardPart
 from kernels.lora import LayerAdapters
-from kernels.norm import Norm
 from kernels.rotary import HeadPlacement, rotary_angles
 from kernels.streams import StreamMix
+
+
+def inverse_frequencies(rope: RopeConfig) -> Tensor:
+    exponents = torch.arange(0, rope.rotary_dim, 2, dtype=torch.float32) / rope.rotary_dim
+    frequencies = 1.0 / (rope.theta**exponents)
+    if rope.frequency_factors:
+        frequencies = frequencies / torch.tensor(rope.frequency_factors)
+    return _SCALINGS[rope.scaling](frequencies, rope)
+
+
+def _plain(frequencies: Tensor, rope: RopeConfig) -> Tensor:
+    return frequencies
+
+
+def _linear(frequencies: Tensor, rope: RopeConfig) -> Tensor:
+    return frequencies / rope.factor
+
+
+def _llama3(frequencies: Tensor, rope: RopeConfig) -> Tensor:
+    wavelengths = 2.0 * math.pi / frequencies
+    turns = rope.original_context_len / wavelengths
+    share_kept = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    return _mixed(frequencies, share_kept.clamp(0.0, 1.0), rope.factor)
+
+
+def _yarn(frequencies: Tensor, rope: RopeConfig) -> Tensor:
+    """Keep pairs that turn often within the original context, and stretch pairs that turn seldom (YaRN, section 3.2).
+    Example: theta 10 000, 64 rotated dimensions, context 4 096, beta 32 and 1: pair 10.4 turns 32 times and pair 22.5
+    once, so pairs up to 10 are kept, pairs from 23 on stretched, and those between mixed."""
+    first, last = _pair_of_turns(rope, rope.beta_fast), _pair_of_turns(rope, rope.beta_slow)
+    if rope.has_whole_bounds:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, rope.rotary_dim - 1)
+    width = last - first if last != first else 0.001
+    pairs = torch.arange(rope.rotary_dim // 2, dtype=torch.float32)
+    return _mixed(frequencies, 1.0 - ((pairs - first) / width).clamp(0.0, 1.0), rope.factor)
+
+
+def _pair_of_turns(rope: RopeConfig, turns: float) -> float:
+    positions_per_radian = rope.original_context_len / (turns * 2.0 * math.pi)
+    return rope.rotary_dim * math.log(positions_per_radian) / (2.0 * math.log(rope.theta))
+
+
+def _long(frequencies: Tensor, rope: RopeConfig) -> Tensor:
+    return frequencies / torch.tensor(rope.long_divisors if rope.is_long else rope.short_divisors)
+
+
+def _proportional(frequencies: Tensor, rope: RopeConfig) -> Tensor:
+    turned = frequencies / rope.factor
+    turned[rope.num_turned :] = 0.0
+    return turned
+
+
+def _mixed(frequencies: Tensor, share_kept: Tensor, factor: float) -> Tensor:
+    return share_kept * frequencies + (1.0 - share_kept) * frequencies / factor
+
+
+_SCALINGS: dict[RopeScaling, Callable[[Tensor, RopeConfig], Tensor]] = {
+    RopeScaling.NONE: _plain,
+    RopeScaling.LINEAR: _linear,
+    RopeScaling.LLAMA3: _llama3,
+    RopeScaling.YARN: _yarn,
+    RopeScaling.LONG: _long,
+    RopeScaling.PROPORTIONAL: _proportional,
+}
 
 
 class Decoder:
@@ -100,10 +168,8 @@ class Decoder:
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, storage: BlockStorage) -> Tensor:
         """Write the keys and values of all tokens of the batch; return their last hidden vectors [tokens, hidden_size].
-
         The result is what `logits` takes: the final norm is not yet applied, since few rows need it. With `batch.last`
-        it has the hidden vectors of these rows alone, in their order.
-        """
+        it has the hidden vectors of these rows alone, in their order."""
         return self.through_layers(self._embed(batch), batch, storage)
 
     def through_layers(self, hidden: Tensor, batch: ForwardBatch, storage: BlockStorage) -> Tensor:
@@ -153,9 +219,7 @@ class Decoder:
     @torch.inference_mode()
     def decode(self, batch: ForwardBatch, storage: BlockStorage) -> Tensor | None:
         """Compute a batch of decodes as `forward` does, and return the logits of all its rows [tokens, vocab_size].
-
-        None: not in one call; nothing has changed then.
-        """
+        None: not in one call; nothing has changed then."""
         native = self._native_pass
         if native is None or not native.has_head or not native.suits(batch):
             return None
@@ -169,8 +233,7 @@ class Decoder:
     ) -> HighestLogits | None:
         """Compute a batch of decodes as `decode` does, and return the highest logit of each row alone.
 
-        `allowed`: the tokens that it is sought among; None: all.
-        """
+        `allowed`: the tokens that it is sought among; None: all."""
         native = self._native_pass
         if native is None or not native.has_head or not native.suits(batch):
             return None
@@ -244,10 +307,8 @@ class Decoder:
     def _run_layer(
         self, hidden: Tensor, pending: Tensor | None, layer: int, weights: LayerWeights, run: PassState
     ) -> tuple[Tensor, Tensor | None]:
-        """Run one layer; return the residual stream, updated in place, and what the next norm adds to it.
-
-        Both [tokens, hidden_size].
-        """
+        """Run one layer; return the residual stream, updated in place, and what the next norm adds to it. Both [tokens,
+        hidden_size]."""
         if weights.streams is not None:
             return self._run_streams(hidden, layer, weights, weights.streams, run), None
         config = self.config

@@ -1,4 +1,6 @@
-"""Steps of decodes through all layers by one call of the native kernels, for models and steps that they cover."""
+"""Steps of decodes through all layers by one call of the native kernels, for models and steps that they cover.
+
+What the ranks of a worker do together within one pass of their decoder."""
 
 import math
 import time
@@ -8,13 +10,15 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from alignedserve.runtime.attention.native_backend import PagedStep
-from alignedserve.runtime.attention.registry import StepOfKinds
-from alignedserve.runtime.engine.forward.decoder_ranks import DecoderRanks
+from alignedserve.runtime.attention.registry import PagedStep, StepOfKinds
+from alignedserve.runtime.device.collectives import Collectives
 from alignedserve.runtime.engine.forward.forward_batch import ForwardBatch, Rotation
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.model.decoder.model_config import ModelConfig, read_places
-from alignedserve.runtime.model.weights.decoder_weights import DecoderWeights, LayerWeights
+from alignedserve.runtime.model.sharding.tensor_shard import TensorShard
+from alignedserve.runtime.model.weights.weight_loader import DecoderWeights, LayerWeights
+from alignedserve.runtime.model.weights.weight_source import RowLookup
+from kernels.activation import LayerNorm, Norm, RmsNorm
 from kernels.cpu.decode_pass import (
     AllowedTokens,
     CachePart,
@@ -29,12 +33,77 @@ from kernels.cpu.decode_pass import (
     Pause,
     decode_pass_available,
 )
+from kernels.cpu.rank_exchange import RankExchange
 from kernels.cpu.rows import HeadRows, NormRows
 from kernels.feed_forward import FeedForwardPart
 from kernels.linear import Projection
 from kernels.lora import AdapterRows
-from kernels.norm import LayerNorm, Norm, RmsNorm
 from kernels.rotary import HeadPlacement
+
+
+class DecoderRanks:
+    """One rank's end of a decoder whose heads, inner columns and vocabulary are divided among several."""
+
+    def __init__(self, collectives: Collectives, config: ModelConfig) -> None:
+        self.rank = collectives.rank
+        self._collectives = collectives
+        shards = [TensorShard(rank, collectives.size) for rank in range(collectives.size)]
+        self._tokens = [shard.tokens(config) for shard in shards]
+        self._own = self._tokens[self.rank]
+        self._widest = max(span.size for span in self._tokens)
+        self._nothing = torch.zeros(1, dtype=torch.uint8)
+        self.local_config = shards[self.rank].local(config)
+
+    @property
+    def num_own_tokens(self) -> int:
+        return self._own.size
+
+    @property
+    def exchange(self) -> RankExchange | None:
+        """Return the shared memory that a native pass adds up through; None: it cannot."""
+        return self._collectives.exchange
+
+    def embed(self, embedding: RowLookup, token_ids: Tensor) -> Tensor:
+        """Look up token_ids [tokens] among all ranks' rows -> [tokens, width]; `embedding`: this rank's."""
+        places = token_ids - self._own.start
+        is_own = (places >= 0) & (places < self._own.size)
+        rows = embedding.index_select(0, places.clamp_(0, self._own.size - 1))
+        return self.add_up(rows.mul_(is_own[:, None]))
+
+    def add_up(self, part: Tensor) -> Tensor:
+        """Add up the ranks' parts of a product [tokens, width], which may be overwritten."""
+        return self._collectives.all_reduce_(part.contiguous())
+
+    def wait_for_all(self) -> None:
+        self._collectives.gather(self._nothing)
+
+    def gather_logits(self, logits: Tensor) -> Tensor:
+        """Join logits [rows, own tokens] -> [rows, vocab_size]; on ranks but the first: [rows, 0]."""
+        num_rows, count = logits.shape
+        padded = logits.contiguous()
+        if count < self._widest:
+            padded = torch.nn.functional.pad(padded, (0, self._widest - count))
+        parts = self._collectives.gather(padded)
+        if parts is None:
+            return logits[:, :0]
+        spans = zip(parts, self._tokens, strict=True)
+        return torch.cat([part[:, : span.size] for part, span in spans], dim=1).view(num_rows, -1)
+
+    def gather_highest(self, highest: HighestLogits) -> HighestLogits:
+        """Find the highest logits of all tokens among those of each rank's own; on ranks but the first meaningless."""
+        packed = torch.stack((highest.token_ids, highest.values.view(torch.int32).to(torch.int64)), dim=1)
+        parts = self._collectives.gather(packed)
+        if parts is None:
+            return highest
+        values = parts[:, :, 1].to(torch.int32).view(torch.float32)  # [ranks, rows]
+        best = values.max(dim=0)
+        # Of equal ones the first rank's: its tokens come first. A NaN of any rank is the highest.
+        is_best = (values == best.values) | (values.isnan() & best.values.isnan())
+        first = is_best.to(torch.int8).argmax(dim=0)
+        starts = torch.tensor([span.start for span in self._tokens])
+        token_ids = parts[:, :, 0].gather(0, first[None])[0] + starts[first]
+        return HighestLogits(token_ids.masked_fill(best.values.isnan(), 0), best.values.contiguous())
+
 
 _PART_S = 0.002  # of a pass that may stand still: shorter parts would cost more than they bring
 _MOST_SLICES = 16
@@ -119,8 +188,7 @@ class NativePass:
     ) -> tuple[HighestLogits, PassTimes]:
         """Run as `logits` does, and return the highest of every row alone: the others are nowhere kept.
 
-        `allowed`: the tokens that it is sought among; None: all.
-        """
+        `allowed`: the tokens that it is sought among; None: all."""
         count = len(hidden)
         highest = HighestLogits(torch.empty(count, dtype=torch.int64), torch.empty(count, dtype=torch.float32))
         return highest, self._run(hidden, batch, storage, rotations, None, highest, allowed)[1]
@@ -138,7 +206,11 @@ class NativePass:
         parts = _cache_parts(batch)
         assert parts, "see suits"
         adapters = batch.adapters.pass_adapters if isinstance(batch.adapters, AdapterRows) else None
-        slots, places = self._slots_of(storage), self._places[batch.rings is not None]
+        if self._storage is not storage:
+            layers = range(storage.layout.num_layers)
+            keys, values = [storage.key_slots(layer) for layer in layers], map(storage.value_slots, layers)
+            self._storage, self._slots = storage, self._pass.slots_of(keys, list(values))
+        slots, places = self._slots, self._places[batch.rings is not None]
         run = partial(self._pass.run, hidden, parts, rotations, places, slots, logits, highest, allowed, adapters)
         if batch.rings is None:
             return self._timed(run, has_head=logits is not None or highest is not None)
@@ -166,13 +238,6 @@ class NativePass:
         num_slices = max(int(min(self._head_s / _PART_S, _MOST_SLICES)), 1)
         return Pause(self.between_layers, max(int(_PART_S / self._layer_s), 1), num_slices)
 
-    def _slots_of(self, storage: BlockStorage) -> CacheSlots:
-        if self._storage is not storage:
-            layers = range(storage.layout.num_layers)
-            keys, values = [storage.key_slots(layer) for layer in layers], map(storage.value_slots, layers)
-            self._storage, self._slots = storage, self._pass.slots_of(keys, list(values))
-        return self._slots
-
 
 def native_pass(
     config: ModelConfig,
@@ -183,8 +248,7 @@ def native_pass(
 ) -> NativePass | None:
     """Make the pass; None: the kernels are not built, or a part of this model has none, or what adds up over the ranks.
 
-    `rope_of_layer`: the index of each layer's rotation; None: nothing is rotated there.
-    """
+    `rope_of_layer`: the index of each layer's rotation; None: nothing is rotated there."""
     if ranks is not None and ranks.exchange is None:
         return None
     has_extras = config.query_multiplier != 1.0 or config.residual_multiplier != 1.0 or config.latent is not None

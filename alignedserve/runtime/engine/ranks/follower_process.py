@@ -1,7 +1,6 @@
 """The process of a rank beside the first: python -m .follower_process SOCKET COPIES LIFELINE, started by RankGroup.
 
-The process ends with its parent, by the lifeline, a pipe.
-"""
+The process ends with its parent, by the lifeline, a pipe."""
 
 import contextlib
 import logging
@@ -17,11 +16,10 @@ from torch import Tensor
 from typing_extensions import override
 
 from alignedserve.core.errors import AlignedServeError
-from alignedserve.core.ids import RequestId
 from alignedserve.process.connected_process import end_with_parent
 from alignedserve.process.heap import freeze_heap
 from alignedserve.runtime.attention.sequence_table import NewSequence
-from alignedserve.runtime.device.device_work import use_device
+from alignedserve.runtime.device.accelerator import use_device
 from alignedserve.runtime.device.streams import streams_of
 from alignedserve.runtime.engine.engine import Engine
 from alignedserve.runtime.engine.ranks.frames import StartAnswer, decode, encode, receive_frame, send_frame
@@ -37,12 +35,11 @@ from alignedserve.runtime.engine.ranks.rank_commands import (
     SetTokens,
     WriteCopies,
 )
-from alignedserve.runtime.engine.ranks.rank_copies import FollowerCopies, FrameCount
+from alignedserve.runtime.engine.ranks.rank_group import FollowerCopies, FrameCount
 from alignedserve.runtime.engine.ranks.rank_spec import RankStart, join, load_shard, make_adapters, make_storage
-from alignedserve.runtime.engine.steps.step import StepLaunch
-from alignedserve.runtime.engine.steps.step_tokens import NO_TOKEN
+from alignedserve.runtime.engine.steps.step import NO_TOKEN, StepLaunch
 from alignedserve.runtime.engine.swap_space import HostCaches, make_swap_space
-from alignedserve.runtime.lora.sequence_adapters import SequenceAdapters
+from alignedserve.runtime.lora.adapter_cache import SequenceAdapters
 
 logger = logging.getLogger(__name__)
 
@@ -54,10 +51,8 @@ class FollowerEngine(Engine):
     _read: Tensor | None = None  # content of the blocks that are to be copied
 
     def perform(self, command: Command, swap_space: HostCaches, adapters: SequenceAdapters | None = None) -> None:
-        """Perform one command; `swap_space`: of this engine's storage; `adapters`: None: no sequence has one.
-
-        Raises AdapterError where rank 0 has an adapter that this rank cannot load.
-        """
+        """Perform one command; `swap_space`: of this engine's storage; `adapters`: None: no sequence has one. Raises
+        AdapterError where rank 0 has an adapter that this rank cannot load."""
         match command:
             case RunStep():
                 self._run(command)
@@ -85,7 +80,10 @@ class FollowerEngine(Engine):
     @torch.inference_mode()
     def _run(self, command: RunStep) -> None:
         for request_id, token_ids in command.forced:
-            self._append_tokens(request_id, token_ids)
+            table, row = self._table, self._table.row(request_id)
+            count = int(table.num_tokens[row])
+            table.tokens[row, count : count + len(token_ids)] = token_ids
+            table.num_tokens[row] = count + len(token_ids)
         step = self._build(command.slices, dict(command.forced))
         launch = StepLaunch(step, self._table.num_tokens[step.sampled_rows], takes_highest=command.takes_highest)
         self._enqueue(launch)
@@ -106,12 +104,6 @@ class FollowerEngine(Engine):
         if not self._table.note_tokens(launched.rows, launched.num_tokens_before, tokens, tokens != NO_TOKEN):
             self._next.forget()
         self._launched = None
-
-    def _append_tokens(self, request_id: RequestId, token_ids: Sequence[int]) -> None:
-        table, row = self._table, self._table.row(request_id)
-        count = int(table.num_tokens[row])
-        table.tokens[row, count : count + len(token_ids)] = token_ids
-        table.num_tokens[row] = count + len(token_ids)
 
 
 def _sequence_of(command: AddSequence, adapters: SequenceAdapters | None) -> NewSequence:
@@ -160,10 +152,7 @@ def _make_engine(start: RankStart) -> tuple[FollowerEngine, HostCaches]:
         os.close(descriptor)
     streams = streams_of(device)
     engine = FollowerEngine(
-        model=load_shard(spec, collectives),
-        storage=storage,
-        options=spec.engine_options,
-        streams=streams,
+        model=load_shard(spec, collectives), storage=storage, options=spec.engine_options, streams=streams
     )
     swap_space = make_swap_space(
         storage,

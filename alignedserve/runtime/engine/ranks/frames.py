@@ -85,10 +85,8 @@ def decode(payload: bytes, kind: type[T]) -> T:
 
 
 def _decoder(kind: type[T]) -> msgspec.msgpack.Decoder[T]:
-    """Return the decoder of a kind of frame, made by one thread at a time.
-
-    msgspec 0.22 ends the process where two threads use a type for the first time at once.
-    """
+    """Return the decoder of a kind of frame, made by one thread at a time. msgspec 0.22 ends the process where two
+    threads use a type for the first time at once."""
     with _MAKING:
         if kind not in _DECODERS:
             _DECODERS[kind] = msgspec.msgpack.Decoder(kind, dec_hook=_from_plain)

@@ -1,8 +1,7 @@
 """What the first rank of a worker tells the others, so that their engines make the same steps.
 
 Each rank has a table of sequences of its own and plans each step from it, which takes the others no longer than the
-first; tokens alone come from rank 0, which samples.
-"""
+first; tokens alone come from rank 0, which samples."""
 
 from dataclasses import replace
 

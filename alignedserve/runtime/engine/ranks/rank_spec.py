@@ -14,14 +14,14 @@ from alignedserve.runtime.device.dtypes import torch_dtype
 from alignedserve.runtime.device.memory_maps import map_file
 from alignedserve.runtime.engine.engine_options import EngineOptions
 from alignedserve.runtime.engine.forward.decoder import Decoder
-from alignedserve.runtime.engine.forward.decoder_ranks import DecoderRanks
+from alignedserve.runtime.engine.forward.native_pass import DecoderRanks
 from alignedserve.runtime.kv.block_storage import BlockStorage, Stripe
 from alignedserve.runtime.kv.shm_arena import ArenaPart
-from alignedserve.runtime.lora.sequence_adapters import SequenceAdapters
+from alignedserve.runtime.lora.adapter_cache import SequenceAdapters
 from alignedserve.runtime.model.sharding.tensor_shard import TensorShard
 from alignedserve.runtime.model.weight_files import ModelSpec, load_or_draw
-from alignedserve.runtime.model.weights.decoder_weights import leave_rounded_rows_unwritten
 from alignedserve.runtime.model.weights.product_reader import LoadingObserver
+from alignedserve.runtime.model.weights.weight_loader import leave_rounded_rows_unwritten
 from kernels.cpu.rank_exchange import RankExchange
 
 

@@ -1,8 +1,7 @@
 """Logits processing by each sequence's parameters: penalties, biases, tokens allowed or forbidden, a minimum of tokens.
 
 The changes of all rows of a step are collected on the host when it is launched, copied to the device at once and
-applied there together, without waiting for the device.
-"""
+applied there together, without waiting for the device."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -73,12 +72,10 @@ class SeenPlan(Protocol):
 
 
 class SeenRows:
-    """The tokens that rows with penalties have seen, counted on the host.
-
-    A device has a copy, to which a step brings what was counted since the step before: a few bytes for each sequence,
-    where all may be megabytes. A step that is launched before its last tokens are on the host counts those on the
-    device, for itself alone; a step that is dropped changes nothing.
-    """
+    """The tokens that rows with penalties have seen, counted on the host. A device has a copy, to which a step brings
+    what was counted since the step before: a few bytes for each sequence, where all may be megabytes. A step that is
+    launched before its last tokens are on the host counts those on the device, for itself alone; a step that is dropped
+    changes nothing."""
 
     def __init__(self, *, on_device: bool) -> None:
         """`on_device`: a copy is kept where the logits are; else all of it is brought there for each step."""
@@ -236,10 +233,8 @@ class LogitsChanges:
         self._seen = seen
 
     def apply(self, logits: Tensor, last: Tensor | None = None) -> Tensor:
-        """Return the changed logits, float32; for the compute stream. logits [n, vocab_size].
-
-        `last` [n] int64: the last token of each row, where the changes were planned before it was known.
-        """
+        """Return the changed logits, float32; for the compute stream. logits [n, vocab_size]. `last` [n] int64: the
+        last token of each row, where the changes were planned before it was known."""
         changed, seen = logits.to(torch.float32, copy=True), self._seen
         seen_arrays = () if seen is None else (seen.rows, *seen.arrays)
         tensors = to_device([*self._arrays, *seen_arrays], logits.device)
@@ -322,9 +317,7 @@ class LogitsProcessor:
 
     def plan(self, rows: IntArray, num_tokens: IntArray) -> LogitsChanges | None:
         """Return the changes for a step of these rows; None: there are none. Each plan is carried out, in order.
-
-        num_tokens [n]: tokens of each row so far.
-        """
+        num_tokens [n]: tokens of each row so far."""
         if not self.changes(rows, num_tokens):
             return None
         row_list = rows.tolist()
@@ -351,10 +344,8 @@ class LogitsProcessor:
         return np.array([token_id for token_id in token_ids if 0 <= token_id < self._vocab_size], np.int64)
 
     def _bits(self, token_ids: Sequence[int]) -> npt.NDArray[np.int32]:
-        """Return a bit for each token of the vocabulary, as `mask_tokens_` takes them: 1 for these.
-
-        Thousands of allowed tokens are no more work at each step than a few.
-        """
+        """Return a bit for each token of the vocabulary, as `mask_tokens_` takes them: 1 for these. Thousands of
+        allowed tokens are no more work at each step than a few."""
         is_among = np.zeros(-(-self._vocab_size // 32) * 32, np.bool_)
         is_among[self._in_vocabulary(token_ids)] = True
         return np.packbits(is_among, bitorder="little").view("<i4")

@@ -69,10 +69,7 @@ class Sampler:
         self._vocab_size = vocab_size
         self._sequences: list[NewSequence | None] = [None] * max_sequences
         self._logits_processor = LogitsProcessor(
-            max_sequences=max_sequences,
-            vocab_size=vocab_size,
-            eos_token_ids=eos_token_ids,
-            on_device=counts_on_device,
+            max_sequences=max_sequences, vocab_size=vocab_size, eos_token_ids=eos_token_ids, on_device=counts_on_device
         )
         self._prompt_lens = np.zeros(max_sequences, np.int64)
         self._temperatures = np.zeros(max_sequences, np.float32)
@@ -156,10 +153,8 @@ class Sampler:
         return Draw(rows, None, highest.token_ids, highest.values.isfinite())
 
     def plan(self, rows: IntArray, num_tokens: IntArray) -> LogitsChanges | None:
-        """Return what `start` is to change in the logits of these rows, when a step is launched; None: nothing.
-
-        What was planned is to be started, in the same order.
-        """
+        """Return what `start` is to change in the logits of these rows, when a step is launched; None: nothing. What
+        was planned is to be started, in the same order."""
         return self._logits_processor.plan(rows, num_tokens)
 
     def start(
@@ -171,13 +166,10 @@ class Sampler:
         changes: LogitsChanges | None = None,
         last: Tensor | None = None,
     ) -> Draw:
-        """Choose the next token of each row, on the device of the logits.
-
-        rows [n]; num_tokens [n]: tokens of each row so far; logits [n, vocab_size] of any dtype, changed where no row
-        asks for log-probabilities of all tokens; masks: of the rows that have a grammar; changes: from `plan`;
-        last [n]: the rows' last tokens, if they were not recorded when that was called; -1 where they were, of rows
-        whose tokens are not counted.
-        """
+        """Choose the next token of each row, on the device of the logits. rows [n]; num_tokens [n]: tokens of each row
+        so far; logits [n, vocab_size] of any dtype, changed where no row asks for log-probabilities of all tokens;
+        masks: of the rows that have a grammar; changes: from `plan`; last [n]: the rows' last tokens, if they were not
+        recorded when that was called; -1 where they were, of rows whose tokens are not counted."""
         adjusted = logits if changes is None else changes.apply(logits, last)
         if masks is not None:
             adjusted = self._masked(rows, logits, adjusted, masks)
@@ -197,10 +189,8 @@ class Sampler:
         return Draw(rows, logits, token_ids, is_usable)
 
     def warm_up(self, logits: Tensor) -> None:
-        """Compile the GPU's kernel, which takes seconds, before serving.
-
-        For logits [1, vocab_size] of this dtype and, as penalties produce them, of float32.
-        """
+        """Compile the GPU's kernel, which takes seconds, before serving. For logits [1, vocab_size] of this dtype and,
+        as penalties produce them, of float32."""
         row, num_tokens = np.zeros(1, np.int64), np.zeros(1, np.int64)
         for variant in (logits, logits.float()):
             kernels = fused_kernels("token_sampling", variant.device, variant.dtype)
@@ -270,10 +260,7 @@ def logprob_entries(logits: Tensor, token_ids: Tensor, counts: list[int]) -> lis
     num_likelier = _counts(logits > logits.gather(1, token_ids[:, None]))
     return [
         TokenLogprob(
-            token_id,
-            chosen[row],
-            tuple(zip(ids[row][:count], values[row][:count], strict=True)),
-            num_likelier[row] + 1,
+            token_id, chosen[row], tuple(zip(ids[row][:count], values[row][:count], strict=True)), num_likelier[row] + 1
         )
         for row, (token_id, count) in enumerate(zip(token_ids.tolist(), counts, strict=True))
     ]

@@ -13,13 +13,11 @@ from alignedserve.runtime.attention.ring_tables import RingPlan, RingTables
 from alignedserve.runtime.attention.sequence_table import IntArray, SequenceTable, are_same, tokens_of
 from alignedserve.runtime.engine.forward.forward_batch import LastTokenPlanner
 from alignedserve.runtime.engine.steps.hidden_cache import HiddenContexts, HiddenPlan, SlicePlan
-from alignedserve.runtime.engine.steps.step import Forced, Slices, StepBatch
-from alignedserve.runtime.engine.steps.step_states import StatePlanner
+from alignedserve.runtime.engine.steps.step import Forced, Slices, StatePlanner, StepBatch
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.pictures import PictureRows, picture_rows, places_of_rows
 from kernels.cpu.next_tokens import KnownTokens, next_tokens
-from kernels.device_lora import DevicePlan
-from kernels.lora import AdapterMatrices, AdapterRows
+from kernels.lora import AdapterMatrices, AdapterRows, DevicePlan
 
 _NO_ROWS = np.empty(0, np.int64)
 
@@ -215,11 +213,7 @@ class BatchBuilder:
         return cached
 
     def _build(
-        self,
-        decode_rows: IntArray,
-        chunk_rows: IntArray,
-        chunk_counts: IntArray,
-        hidden: HiddenPlan | None = None,
+        self, decode_rows: IntArray, chunk_rows: IntArray, chunk_counts: IntArray, hidden: HiddenPlan | None = None
     ) -> StepBatch:
         rings = None
         if self._rings is not None:

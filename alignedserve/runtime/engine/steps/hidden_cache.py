@@ -3,8 +3,7 @@
 A hidden cache takes half the bytes where each query head has its own keys, and one more product in every pass. Keys and
 values are recomputed on each layer (`HiddenPass`), in blocks of one layer that all layers use in turn, from which the
 usual attention reads them. On a CPU a row's products do not depend on the other rows, so the recomputed values equal
-those that a cache of keys and values would hold, bit by bit.
-"""
+those that a cache of keys and values would hold, bit by bit."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

@@ -6,8 +6,7 @@ expects. What happens to a sequence once its token is known (it stops, is cancel
 the next step is asked for: results of sequences that still are as they were are that step's, all others are dropped; of
 a chunk as many tokens as are asked for. They have left nothing but keys and values behind the computed tokens, in slots
 that are written again before they are read. Blocks that such a step writes wait like those of a copy: another sequence
-may have them by then. A sequence that has no blocks yet for its tokens is lent some (`BlockLoans`).
-"""
+may have them by then. A sequence that has no blocks yet for its tokens is lent some (`BlockLoans`)."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -20,8 +19,8 @@ from alignedserve.core.block_allocator import blocks_for
 from alignedserve.core.ids import BlockId
 from alignedserve.runtime.attention.ring_tables import KeptRings, RingTables
 from alignedserve.runtime.attention.sequence_table import BoolArray, IntArray, SequenceTable, are_same, tokens_of
+from alignedserve.runtime.device.accelerator import in_inference_mode
 from alignedserve.runtime.device.arrays import to_device
-from alignedserve.runtime.device.device_work import in_inference_mode
 from alignedserve.runtime.device.streams import Stream
 from alignedserve.runtime.engine.sampling.sampler import Sampler
 from alignedserve.runtime.engine.steps.batch_builder import BatchBuilder
@@ -44,14 +43,12 @@ NO_CHUNKS = GuessedChunks(_NO_ROWS, _NO_ROWS)
 
 
 class ChunkGuess:
-    """Guesses which chunks of prompts the next step will be asked for; it sees every step that is asked for.
-
-    A scheduler fills its budget of tokens with decodes, then with what is left of a prompt. So a prompt that is not at
+    """Guesses which chunks of prompts the next step will be asked for; it sees every step that is asked for. A
+    scheduler fills its budget of tokens with decodes, then with what is left of a prompt. So a prompt that is not at
     its end goes on with what its step leaves of the same number of tokens; a few more are guessed, as a sequence that
     ends gives its token to the chunk. A guess that is too long costs the computation of a few tokens, a short one a
     pass for the rest, and a wrong one a whole step: after a guess that was not confirmed nothing is launched until the
-    next would have been.
-    """
+    next would have been."""
 
     def __init__(self, table: SequenceTable) -> None:
         self._table = table
@@ -70,10 +67,7 @@ class ChunkGuess:
 
     def chunks(self, sampled_rows: IntArray, num_decodes: int) -> GuessedChunks | None:
         """Return the chunks to launch beside so many decodes, once the present step is launched, which samples these
-        rows; None: prompts go on, nobody knows how.
-
-        The table is as after that step.
-        """
+        rows; None: prompts go on, nobody knows how. The table is as after that step."""
         if len(sampled_rows) == len(self._asked.rows):
             return NO_CHUNKS
         rows = self._asked.rows[~np.isin(self._asked.rows, sampled_rows)]
@@ -108,13 +102,11 @@ _NO_LOANS = LentBlocks(*(np.empty(0, np.int64),) * 3)
 
 
 class BlockLoans:
-    """Lends the engine's own blocks to sequences of one step at a time that lack blocks for their next tokens.
-
-    A step that is launched ahead writes keys and values before the sequence's owner has given blocks for them. When the
-    step is asked for, the owner has, and what was written is copied there: one slot of a sequence that decodes, blocks
-    of a chunk. When it is dropped, nothing is left to do. The compute stream alone uses both blocks, in its order, and
-    so the same few are lent again to the next step. Owners never count them.
-    """
+    """Lends the engine's own blocks to sequences of one step at a time that lack blocks for their next tokens. A step
+    that is launched ahead writes keys and values before the sequence's owner has given blocks for them. When the step
+    is asked for, the owner has, and what was written is copied there: one slot of a sequence that decodes, blocks of a
+    chunk. When it is dropped, nothing is left to do. The compute stream alone uses both blocks, in its order, and so
+    the same few are lent again to the next step. Owners never count them."""
 
     def __init__(self, table: SequenceTable, storage: BlockStorage, compute: Stream, blocks: Sequence[BlockId]) -> None:
         self._table = table
@@ -142,10 +134,8 @@ class BlockLoans:
         return loans
 
     def settle(self, loans: LentBlocks, rows: IntArray) -> None:
-        """Bring what a step wrote for these rows into the blocks that they have been given since.
-
-        The table has what they have computed with it.
-        """
+        """Bring what a step wrote for these rows into the blocks that they have been given since. The table has what
+        they have computed with it."""
         table = self._table
         if not len(loans.rows):
             return
@@ -177,10 +167,8 @@ def num_lent_blocks(num_blocks: int, max_sequences: int, block_size: int) -> int
 
 
 class RingKeeper:
-    """Leaves copies of rings behind edges that a step passed before they were asked for: it was launched ahead.
-
-    What the step wrote since the edge is in blocks to spare: the rings can still be copied, on the compute stream.
-    """
+    """Leaves copies of rings behind edges that a step passed before they were asked for: it was launched ahead. What
+    the step wrote since the edge is in blocks to spare: the rings can still be copied, on the compute stream."""
 
     def __init__(self, rings: RingTables, storage: BlockStorage, compute: Stream) -> None:
         self._rings, self._storage, self._compute = rings, storage, compute
@@ -270,18 +258,17 @@ class NextStep:
 
     def after(self, launches: Sequence[StepLaunch]) -> StepLaunch | None:
         """Return the step to launch behind the step of these launches, with its tokens as inputs; None: none can be.
-
         Sequences that end with this step are left out. The host must need no last token, and blocks must be free to
         lend. Where prompts go on and nobody knows how far, no step is launched: decodes apart from chunks would read
-        the weights twice.
-        """
+        the weights twice."""
         table = self._table
         if not self.launches or any(launch.step.hidden is not None for launch in launches):
             return None
         if table.num_reversed:  # a slot behind a sequence may be another's
             return None
         sampled_rows = launches[0].rows if len(launches) == 1 else np.concatenate([launch.rows for launch in launches])
-        rows = self._going_on(sampled_rows)
+        has_more = self._table.num_tokens[sampled_rows] < self._table.end_lens[sampled_rows]
+        rows = sampled_rows if has_more.all() else sampled_rows[has_more]
         chunks = self.guess.chunks(sampled_rows, len(rows))
         if chunks is None or not len(rows) + len(chunks.rows) or not self._can_choose(rows, chunks):
             return None
@@ -312,10 +299,8 @@ class NextStep:
         self._launched_version = self._table.version
 
     def take_launched(self, slices: Slices) -> tuple[StepLaunch | None, Slices]:
-        """Return the step that was launched ahead, and the slices that are left.
-
-        The launched step keeps the results that the slices ask for, and the table counts their tokens as computed.
-        """
+        """Return the step that was launched ahead, and the slices that are left. The launched step keeps the results
+        that the slices ask for, and the table counts their tokens as computed."""
         launched, self._launched = self._launched, None
         if not self.launches:
             return None, slices
@@ -358,9 +343,7 @@ class NextStep:
 
     def _taken(self, launched: StepLaunch, rows: IntArray, counts: IntArray) -> tuple[IntArray, IntArray]:
         """Return how many tokens of each slice the step has computed, and the place of its own among those sampled.
-
-        None of a sequence that is another than was launched, or has other tokens; no place if it goes on without.
-        """
+        None of a sequence that is another than was launched, or has other tokens; no place if it goes on without."""
         step, table = launched.step, self._table
         places = self._places_of(rows, step.rows)
         has_same = self._entries[places] == table.entries[rows]
@@ -382,10 +365,6 @@ class NextStep:
         ending = own[table.num_computed[own] + chunks.counts == table.num_tokens[own]] if len(own) else own
         begins = not len(ending) or self._sampler.can_begin_ahead(ending)
         return begins and self._sampler.can_start_ahead(rows)
-
-    def _going_on(self, rows: IntArray) -> IntArray:
-        has_more = self._table.num_tokens[rows] < self._table.end_lens[rows]
-        return rows if has_more.all() else rows[has_more]
 
 
 def _all_decode(launch: StepLaunch) -> bool:

@@ -1,7 +1,13 @@
-"""One step: the slices that are asked for, its batch on the host, its launch on the compute stream, and its output."""
+"""One step: the slices that are asked for, its batch on the host, its launch on the compute stream, and its output.
 
+The tokens that steps choose, on the device and on their way to the host, and tokens that grammars force.
+
+Plans where the sequences of a step read their states, and where they leave them: see `kernels.states.state_rows`."""
+
+import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -9,34 +15,33 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from alignedserve.core.errors import FailureKind
+from alignedserve.core.errors import ConfigError, FailureKind
 from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.core.request import SampledToken, TokenLogprob, sampled_tokens
 from alignedserve.runtime.attention.backend import StepAttention
 from alignedserve.runtime.attention.ring_tables import RingPlan
-from alignedserve.runtime.attention.sequence_table import IntArray
+from alignedserve.runtime.attention.sequence_table import IntArray, SequenceTable, are_same, tokens_of
 from alignedserve.runtime.device.arrays import Array, to_device
-from alignedserve.runtime.device.streams import Event, HostEvent
+from alignedserve.runtime.device.streams import Event, HostEvent, Stream
 from alignedserve.runtime.engine.forward.decoder import Decoder
 from alignedserve.runtime.engine.forward.forward_batch import ForwardBatch, LastTokens
 from alignedserve.runtime.engine.sampling.logits_processors import LogitsChanges
-from alignedserve.runtime.engine.sampling.sampler import Draw
+from alignedserve.runtime.engine.sampling.sampler import Draw, Sampler
 from alignedserve.runtime.engine.steps.hidden_cache import HiddenPlan
-from alignedserve.runtime.grammar.token_masks import StepMasks
+from alignedserve.runtime.grammar.token_masks import StepMasks, TokenMasks
+from alignedserve.runtime.kv.block_storage import BlockStorage
+from alignedserve.runtime.kv.state_headers import tokens_behind_states
 from alignedserve.runtime.pictures import PictureRows
 from kernels.cpu.decode_pass import AllowedTokens
-from kernels.device_lora import DevicePlan
-from kernels.lora import AdapterRows
-from kernels.states.device_rows import DeviceStatePlan
-from kernels.states.state_rows import StateRows
+from kernels.lora import AdapterRows, DevicePlan
+from kernels.states.state_rows import NO_BLOCK, DeviceStatePlan, StateColumn, StateParts, StateRows, state_kernels
 
 
 class StepBatch(NamedTuple):
-    """A forward batch on the host, and the places of its results. Slices are in batch order: decodes, then chunks.
-
-    The token rows of a batch of decodes may be padded to a size that has a CUDA graph.
-    """
+    """A forward batch on the host, and the places of its results. Slices are in batch order: decodes, then chunks. The
+    token rows of a batch of decodes may be padded to a size that has a CUDA graph."""
 
     token_ids: IntArray  # [token rows]
     positions: IntArray  # [token rows]
@@ -253,3 +258,244 @@ class StepLaunch:
     @property
     def num_tokens_before(self) -> IntArray:
         return self.num_tokens if self.kept is None else self.num_tokens[self.kept]
+
+
+NO_TOKEN = -1  # in place of a token where logits were not numbers
+_NUM_PARTS = 2  # a step may be divided into so many launches
+
+
+class ChosenTokens:
+    """The tokens of the step that was enqueued last, in the places that its launches have for their sampled rows."""
+
+    def __init__(self, max_sequences: int, device: torch.device, *, launches_ahead: bool) -> None:
+        """`launches_ahead`: a step may be enqueued before the host has read the tokens of the one before."""
+        self._tokens = torch.zeros(_NUM_PARTS * max_sequences, dtype=torch.int64, device=device)
+        self._ascending = np.arange(_NUM_PARTS * max_sequences)
+        self._no_token = torch.tensor(NO_TOKEN, device=device)
+        # One for each launch of a step and for the step behind it; none where the device is the host, which has read
+        # them before the next.
+        needs_copies = device.type != "cpu" or launches_ahead
+        num_copies = _NUM_PARTS + 1 if needs_copies else 0
+        self._on_host = deque(_like(self._tokens[:max_sequences]) for _ in range(num_copies))
+        # Of a step within another, which is waited for before there is one more.
+        self._within_on_host = _like(self._tokens[:max_sequences]) if needs_copies else None
+
+    def choose(self, draw: Draw, first: int) -> Draw:
+        """Take what was drawn in places from `first` on, and return it; for the compute stream."""
+        places = slice(first, first + len(draw.rows))
+        torch.where(draw.is_usable, draw.token_ids, self._no_token, out=self._tokens[places])
+        return draw
+
+    def inputs(self, places: IntArray | None) -> Tensor | None:
+        """Return the tokens at these places, for the next step; None: it has its own. For the compute stream."""
+        if places is None:
+            return None
+        if are_same(places, self._ascending[: len(places)]):  # as in most steps
+            return self._tokens[: len(places)].clamp(min=0)
+        (at,) = to_device([places], self._tokens.device)
+        return self._tokens.index_select(0, at).clamp_(min=0)  # a sequence without a token ends
+
+    def copy_out(self, stream: Stream, places: slice, *, is_within: bool = False) -> Tensor:
+        """Enqueue the copy of tokens to the host; return where they will be, until the step after next.
+
+        `is_within`: of a step between two layers of another, until the next such one."""
+        tokens = self._tokens[places]
+        if not len(tokens) or self._within_on_host is None:
+            return tokens
+        if not is_within:
+            self._on_host.rotate()
+        on_host = (self._within_on_host if is_within else self._on_host[0])[: len(tokens)]
+        stream.copy_out(tokens, on_host)
+        return on_host
+
+
+def last_tokens(inputs: Tensor | None, count: int) -> Tensor | None:
+    """Return the last tokens of so many sampled rows, the first of which decode from these `inputs`. NO_TOKEN: it is in
+    the table, as of prompts that end beside decodes; None: so are all."""
+    if inputs is None or inputs.shape[0] >= count:
+        return inputs
+    return pad(inputs, (0, count - inputs.shape[0]), value=NO_TOKEN)
+
+
+def _like(tokens: Tensor) -> Tensor:
+    on_host = torch.zeros(tokens.shape, dtype=tokens.dtype)
+    return on_host if tokens.device.type == "cpu" else on_host.pin_memory()
+
+
+# Of all sequences in one step: the rest of the step waits for them.
+_MAX_TOKENS = 128
+
+
+class JumpAhead:
+    """Appends tokens that grammars force to sequences that are about to decode: one step computes them together. Single
+    steps would choose the same tokens. They take the slots that are left in a sequence's blocks, and so nobody
+    allocates for them, or knows of them before the step has ended."""
+
+    def __init__(self, table: SequenceTable, masks: TokenMasks | None, sampler: Sampler) -> None:
+        self._table = table
+        self._masks = masks
+        self._sampler = sampler
+
+    def take(self, slices: Slices) -> Forced:
+        if self._masks is None or not self._masks.may_force:
+            return {}
+        forced: Forced = {}
+        num_left = _MAX_TOKENS
+        for request_id, num_tokens in slices:
+            token_ids = self._take(request_id, num_left) if num_tokens == 1 else ()
+            if token_ids:
+                forced[request_id] = token_ids
+                num_left -= len(token_ids)
+        return forced
+
+    def _take(self, request_id: RequestId, at_most: int) -> tuple[int, ...]:
+        assert self._masks is not None, "nothing is forced without masks"
+        table, row = self._table, self._table.row(request_id)
+        count = int(table.num_tokens[row])
+        token_ids = self._masks.take_forced(row, min(at_most, self._space(row)))
+        if token_ids:
+            table.tokens[row, count : count + len(token_ids)] = token_ids
+            table.num_tokens[row] = count + len(token_ids)
+            self._sampler.record(row, token_ids)
+        return token_ids
+
+    def _space(self, row: int) -> int:
+        table = self._table
+        count, num_computed = int(table.num_tokens[row]), int(table.num_computed[row])
+        if count - num_computed != 1 or table.is_hidden[row]:
+            return 0
+        limit = table.sequence(row).sampling.max_tokens
+        slots = int(table.num_blocks[row]) * table.block_size
+        return min(slots, table.max_context_len, int(table.prompt_lens[row]) + limit - 1) - count
+
+
+def forced_counts(forced: Forced, failed: Collection[RequestId]) -> tuple[tuple[RequestId, int], ...]:
+    return tuple([(request_id, len(token_ids)) for request_id, token_ids in forced.items() if request_id not in failed])
+
+
+def with_forced(forced: Forced, sampled: list[SampledToken]) -> list[SampledToken]:
+    if not forced:
+        return sampled
+    tokens: list[SampledToken] = []
+    for token in sampled:
+        tokens += [SampledToken(token.request_id, token_id) for token_id in forced.get(token.request_id, ())]
+        tokens.append(token)
+    return tokens
+
+
+class StatePlanner:
+    """Plans the states of the passes over one storage."""
+
+    def __init__(self, table: SequenceTable, storage: BlockStorage) -> None:
+        """Raises ConfigError where nothing computes states on the storage's device."""
+        self._table, self._storage = table, storage
+        self._kernels = state_kernels(storage.device)  # None: those of a CPU
+        if self._kernels is None and storage.device.type != "cpu":
+            reason = "the kernels of layers with a state do not run on this GPU, as the log says"
+            raise ConfigError(f"{reason}; set engine.device=cpu")
+
+    def plan(self, rows: IntArray, counts: IntArray, num_padding: int = 0) -> StateRows | DeviceStatePlan:
+        planned = plan_states(self._table, rows, counts)
+        if num_padding:
+            planned = planned.padded(num_padding, self._storage.scratch_block)
+        return planned if self._kernels is None else DeviceStatePlan(self._kernels, planned)
+
+
+def plan_states(table: SequenceTable, rows: IntArray, counts: IntArray) -> StateRows:
+    """Plan rows of the table that compute `counts` tokens each: a state is left at the end of each block, and of all.
+    Example: blocks of 16; a sequence with 30 tokens computed goes on by 5. It reads the state in its block 1, leaves
+    the state of 32 tokens there, and the state of 35 tokens in block 2."""
+    if table.state_blocks:
+        return _plan_apart(table, rows, counts)
+    size, before = table.block_size, table.num_computed[rows]
+    sources = np.where(before > 0, table.block_tables[rows, np.maximum(before - 1, 0) // size], NO_BLOCK)
+    firsts = np.cumsum(counts) - counts
+    first_columns, ends = before // size, before + counts
+    num_parts = (ends - 1) // size - first_columns + 1
+    sequences = np.repeat(np.arange(len(rows)), num_parts)
+    part_rows, columns = tokens_of(rows, first_columns, num_parts)
+    num_tokens = np.minimum((columns + 1) * size, ends[sequences])
+    token_rows = firsts[sequences] + num_tokens - before[sequences] - 1
+    return StateRows(
+        firsts, sources, StateParts(token_rows, table.block_tables[part_rows, columns], num_tokens, sequences)
+    )
+
+
+def _plan_apart(table: SequenceTable, rows: IntArray, counts: IntArray) -> StateRows:
+    """Plan rows whose states have blocks of their own: a state is left there, and at edges where it is to be kept.
+    Example: a sequence with 30 tokens computed goes on by 40, and its states behind 64 are kept. It reads its own
+    states, leaves the states of 64 tokens in the blocks that keep them, and the states of 70 tokens in its own."""
+    before = table.num_computed[rows]
+    firsts, afters = np.cumsum(counts) - counts, before + counts
+    blocks = table.state_tables[rows].T.copy()  # [columns, sequences]
+    sources = np.where(before > 0, blocks, NO_BLOCK)
+    if not table.kept_states:
+        numbers = np.arange(len(rows))
+        return _in_columns(firsts, sources, blocks, StateParts(firsts + counts - 1, blocks[0], afters, numbers))
+    parts: list[tuple[int, int, Sequence[int]]] = []  # sequence, tokens of its context, blocks
+    for index, (row, first, last) in enumerate(zip(rows.tolist(), before.tolist(), afters.tolist(), strict=True)):
+        edges = sorted(table.kept_states.pop(row, ()))
+        parts += [(index, edge.num_tokens, edge.block_ids) for edge in edges if first < edge.num_tokens <= last]
+        parts.append((index, last, table.state_tables[row]))
+    sequences = np.array([part[0] for part in parts])
+    num_tokens = np.array([part[1] for part in parts])
+    targets = np.array([part[2] for part in parts]).T.copy()  # [columns, parts]
+    token_rows = firsts[sequences] + num_tokens - before[sequences] - 1
+    return _in_columns(firsts, sources, targets, StateParts(token_rows, targets[0], num_tokens, sequences))
+
+
+def _in_columns(firsts: IntArray, sources: IntArray, targets: IntArray, parts: StateParts) -> StateRows:
+    further = [StateColumn(*blocks) for blocks in zip(sources[1:], targets[1:], strict=True)]
+    return StateRows(firsts, sources[0], parts, further)
+
+
+logger = logging.getLogger(__name__)
+
+
+class LateStates:
+    """Looks at each sequence that comes with cached tokens before its first slice. It may come with keys and values of
+    more tokens than the state beside them knows: half a block of the prefix cache has its state behind its last token.
+    Such a sequence computes the tokens between again, in its first slice."""
+
+    def __init__(self, table: SequenceTable, storage: BlockStorage) -> None:
+        self._table, self._copies = table, storage.pending_copies
+        self._behind = tokens_behind_states(storage)
+        # Rings go on from earlier tokens, too, as far as those behind these are in blocks to spare: of a step that was
+        # launched ahead and dropped.
+        self._num_ahead = table.block_size if storage.layout.ring_layers else 0
+        self._new: set[int] = set()  # rows that have not been looked at
+
+    def note(self, row: int) -> None:
+        sequence = self._table.sequence(row)
+        self._new.discard(row)
+        if sequence.num_cached and not sequence.is_trial:
+            self._new.add(row)
+
+    def caught_up(self, slices: Slices) -> Slices:
+        if not self._new:
+            return slices
+        longer = []
+        for request_id, num_tokens in slices:
+            row, num_lost = self._table.row(request_id), 0
+            if row in self._new:
+                self._new.remove(row)
+                num_lost = self._num_lost(row)
+            if num_lost:
+                logger.info("%s: computes %d tokens again, behind which there is no state", request_id, num_lost)
+                self._table.num_computed[row] -= num_lost
+            longer.append((request_id, num_tokens + num_lost))
+        return longer
+
+    def _num_lost(self, row: int) -> int:
+        table = self._table
+        self._copies.synchronize(table.blocks_of(np.array([row])))  # the host reads what they bring
+        if table.state_blocks:
+            behind, num_computed = int(self._behind[table.state_tables[row, 0]]), int(table.num_computed[row])
+            is_known = 0 < behind <= num_computed + self._num_ahead
+            return max(num_computed - behind, 0) if is_known else num_computed
+        num_computed, size = int(table.num_computed[row]), table.block_size
+        for column in range((num_computed - 1) // size, -1, -1):
+            behind = int(self._behind[table.block_tables[row, column]])
+            if column * size < behind <= min((column + 1) * size, num_computed):
+                return num_computed - behind
+        return num_computed

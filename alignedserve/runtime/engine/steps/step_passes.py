@@ -23,8 +23,8 @@ from alignedserve.runtime.engine.steps.batch_builder import BatchBuilder
 from alignedserve.runtime.engine.steps.step import PromptLogprobs, StepBatch, StepLaunch
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from kernels.cpu.decode_pass import HighestLogits
-from kernels.device_lora import DevicePlan, device_kernels
-from kernels.states.device_rows import DeviceStatePlan, DeviceStateRows
+from kernels.lora import DevicePlan, device_kernels
+from kernels.states.state_rows import DeviceStatePlan, DeviceStateRows
 
 _CUDA: Any = torch.cuda
 _WARM_UPS = 2  # in which kernels are compiled and libraries take their memory
@@ -36,10 +36,8 @@ class Capture(Protocol):
     """Records work on a device."""
 
     def __call__(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """Do the work and return its replay on the same memory, whose result is valid until any other replay.
-
-        The replay keeps alive what the work allocates; memory that it only uses is the caller's to keep.
-        """
+        """Do the work and return its replay on the same memory, whose result is valid until any other replay. The
+        replay keeps alive what the work allocates; memory that it only uses is the caller's to keep."""
 
 
 class CudaCapture:
@@ -98,12 +96,10 @@ class _RecordedStep:
 
 
 class DecodeGraphs:
-    """The CUDA graphs of one model over one storage, each recorded at the first step of its size.
-
-    Launching the kernels of a layer one by one takes longer than running them. There is a graph for some batch sizes; a
-    smaller batch is padded with rows that read and write the storage's scratch block. The inputs of a step are copied,
-    all at once, into memory that the graph reads.
-    """
+    """The CUDA graphs of one model over one storage, each recorded at the first step of its size. Launching the kernels
+    of a layer one by one takes longer than running them. There is a graph for some batch sizes; a smaller batch is
+    padded with rows that read and write the storage's scratch block. The inputs of a step are copied, all at once, into
+    memory that the graph reads."""
 
     def __init__(self, model: Decoder, storage: BlockStorage, capture: Capture, sizes: Sequence[int]) -> None:
         self.sizes = sizes
@@ -120,9 +116,7 @@ class DecodeGraphs:
 
     def run(self, step: StepBatch, inputs: Tensor | None = None) -> Tensor | None:
         """Return logits [token rows, logits_width] of decodes, valid until the next step; None: it has no graph.
-
-        `inputs` int64: the step's first tokens, on the device; None: its own.
-        """
+        `inputs` int64: the step's first tokens, on the device; None: its own."""
         arrays = step.host_arrays
         size = len(step.token_ids)
         if size not in self.sizes or len(arrays[-1]) > self._max_entries:

@@ -3,7 +3,10 @@
 One thread per connected peer handles its requests in order. A peer that dies, stops in the middle of a transfer or
 violates the protocol is dropped with its connection; the others are not affected. Blocks that a dropped peer had only
 partly written carry a generation that was never announced, and so are never read.
-"""
+
+The way in which the bytes of blocks travel between the two ends of a block transfer, piece by piece.
+
+Nothing here, nor in what serves blocks over a connection, loads torch: the KV pool does without it."""
 
 import contextlib
 import errno
@@ -11,12 +14,14 @@ import logging
 import socket
 import threading
 import time
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from alignedserve.core.block_layout import BlockLayout
 from alignedserve.core.errors import HandoffRejected, PeerError, ProtocolError
@@ -33,18 +38,127 @@ from alignedserve.messages.blocks import (
 )
 from alignedserve.process.links import Identity, real_address
 from alignedserve.runtime.kv.block_checksums import check_target, expand_runs
-from alignedserve.runtime.kv.block_runs import BlockIds, Ints
+from alignedserve.runtime.kv.block_runs import BlockIds, BlockRuns, Ints
 from alignedserve.runtime.kv.shm_arena import ArenaPart
-from alignedserve.runtime.kv.transfers.block_channel import (
-    OWNER_RANK,
-    BlockChannel,
-    BlockStream,
-    ChannelOpener,
-    Rows,
-    open_stream,
-)
 from alignedserve.runtime.kv.transfers.control_socket import ControlSocket, keep_alive, listen_at
 from kernels.cpu.block_copies import BlockList
+
+OWNER_RANK, CLIENT_RANK = 0, 1  # the two ends
+NUM_PIECES = 3  # some are filled, or emptied, while others travel
+
+Rows = Any  # uint8 [n, block_bytes]: an array, or a Tensor of a process pair
+Fill = Callable[[int, Rows], None]  # (number of the first block, rows to fill)
+Take = Callable[[int, Rows], None]
+
+
+class BlockChannel(Protocol):
+    """Streams blocks in either direction. Raises PeerLost when the other end is gone, or silent for too long."""
+
+    def send(self, num_blocks: int, fill: Fill) -> None:
+        """Send this many blocks; `fill` gathers the next ones while the ones before travel."""
+
+    def receive(self, num_blocks: int, take: Take) -> None:
+        """Receive this many blocks; `take` empties a piece while the next one travels."""
+
+    def close(self) -> None:
+        """Release its threads and memory. Not during a transfer; may be repeated."""
+
+
+def cut(num_blocks: int, piece_blocks: int) -> Iterator[tuple[int, int, int]]:
+    for index, first in enumerate(range(0, num_blocks, piece_blocks)):
+        yield index % NUM_PIECES, first, min(piece_blocks, num_blocks - first)
+
+
+Bytes = npt.NDArray[np.uint8]
+
+_PIECE_BYTES = 4 * 1024 * 1024
+
+
+class BlockStream:
+    """A BlockChannel on a control socket: pieces follow the message that names their blocks, without a header. A second
+    thread fills or empties a piece while another one travels. `close` ends it."""
+
+    def __init__(self, control: ControlSocket, block_bytes: int) -> None:
+        self._control = control
+        self._piece_blocks = max(1, _PIECE_BYTES // block_bytes)
+        self._pieces = np.empty((NUM_PIECES, self._piece_blocks, block_bytes), np.uint8)
+        self._copier = ThreadPoolExecutor(1, thread_name_prefix="block stream")
+
+    def send(self, num_blocks: int, fill: Fill) -> None:
+        filled: deque[tuple[Bytes, Future[None]]] = deque()
+        with self._copying():
+            for slot, first, count in cut(num_blocks, self._piece_blocks):
+                if len(filled) == NUM_PIECES:
+                    self._send_next(filled)
+                rows = self._pieces[slot, :count]
+                filled.append((rows, self._copier.submit(fill, first, rows)))
+            while filled:
+                self._send_next(filled)
+
+    def receive(self, num_blocks: int, take: Take) -> None:
+        taken: deque[Future[None]] = deque()
+        with self._copying():
+            for slot, first, count in cut(num_blocks, self._piece_blocks):
+                if len(taken) == NUM_PIECES:
+                    taken.popleft().result()
+                rows = self._pieces[slot, :count]
+                self._control.receive_bytes(_bytes_of(rows))
+                taken.append(self._copier.submit(take, first, rows))
+            for future in taken:
+                future.result()
+
+    def send_lists(self, lists: Iterable[BlockList]) -> None:
+        """Send blocks straight from where they lie, one after the other, neighbours at once."""
+        for rows in self._neighbours(lists):
+            self._control.send_bytes(_bytes_of(rows))
+
+    def receive_lists(self, lists: Iterable[BlockList]) -> None:
+        """Receive blocks straight to where they belong, one after the other, neighbours at once."""
+        for rows in self._neighbours(lists):
+            self._control.receive_bytes(_bytes_of(rows))
+
+    def _neighbours(self, lists: Iterable[BlockList]) -> Iterator[Bytes]:
+        for listed in lists:
+            for first, count in BlockRuns.of(listed.block_ids).pairs():
+                for start in range(first, first + count, self._piece_blocks):
+                    yield listed.blocks[start : min(start + self._piece_blocks, first + count)]
+
+    def close(self) -> None:
+        self._copier.shutdown()
+
+    @contextlib.contextmanager
+    def _copying(self) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            self._copier.submit(bool).result()  # it does one thing after the other
+
+    def _send_next(self, filled: "deque[tuple[Bytes, Future[None]]]") -> None:
+        rows, is_filled = filled.popleft()
+        is_filled.result()
+        self._control.send_bytes(_bytes_of(rows))
+
+
+def _bytes_of(rows: Bytes) -> memoryview:
+    content: Any = rows
+    return memoryview(content).cast("B")
+
+
+class ChannelOpener(Protocol):
+    """Opens the channel of a transport."""
+
+    def __call__(
+        self, control: ControlSocket, rank: int, *, transport: str, block_bytes: int, timeout_s: float
+    ) -> BlockChannel:
+        """Return the channel to the other end of this connection. Raises PeerLost."""
+
+
+def open_stream(
+    control: ControlSocket, rank: int, *, transport: str, block_bytes: int, timeout_s: float
+) -> BlockChannel:
+    assert transport == "tcp", "another transport than a stream is served"
+    return BlockStream(control, block_bytes)
+
 
 _MAX_TIMES_BUFFER = 16  # blocks in one message, in multiples of the buffer
 _NOWHERE = -1  # the target of blocks that arrive for a refused request
@@ -212,11 +326,9 @@ _SAY_REFUSED_S = 60.0  # between two lines about strangers, whom nobody lets in
 
 
 class BlockServer:
-    """Serves a buffer from construction on. `address` is where it really listens (a TCP port of 0 is any free one).
-
-    The buffer belongs to the caller, which closes the server before the buffer. Raises OSError when the address is
-    taken. `transports`: those that a peer may choose from; others than tcp need an `open_channel` that opens them.
-    """
+    """Serves a buffer from construction on. `address` is where it really listens (a TCP port of 0 is any free one). The
+    buffer belongs to the caller, which closes the server before the buffer. Raises OSError when the address is taken.
+    `transports`: those that a peer may choose from; others than tcp need an `open_channel` that opens them."""
 
     def __init__(
         self,
@@ -293,10 +405,8 @@ class BlockServer:
                 control.close()
 
     def _make_room(self, host: str) -> None:
-        """Drop a connection in its handshake when there are too many: the oldest of the host that has most of them.
-
-        So a host that opens connections without end keeps out only itself.
-        """
+        """Drop a connection in its handshake when there are too many: the oldest of the host that has most of them. So
+        a host that opens connections without end keeps out only itself."""
         with self._lock:
             if len(self._strangers) < _MAX_STRANGERS:
                 return
@@ -346,13 +456,6 @@ class BlockServer:
                 self._strangers.pop(control, None)
                 self._threads.discard(threading.current_thread())
 
-    def _replace_older(self, control: ControlSocket, name: str, rank: int) -> None:
-        with self._lock:
-            older = [connection for connection, known in self._connections.items() if known == (name, rank)]
-            self._connections[control] = name, rank
-        for connection in older:
-            connection.disconnect()
-
     def _open(self, control: ControlSocket, name: str) -> TransferSession | None:
         request = control.receive()
         if not isinstance(request, OpenTransfer):
@@ -363,7 +466,11 @@ class BlockServer:
         except HandoffRejected as error:
             control.send(TransferRefused(str(error)))
             return None
-        self._replace_older(control, name, request.rank)
+        with self._lock:
+            older = [connection for connection, known in self._connections.items() if known == (name, request.rank)]
+            self._connections[control] = name, request.rank
+        for connection in older:
+            connection.disconnect()
         if transport == "cuda_ipc":
             control.send(TransferOpened(buffer.num_blocks, buffer.exported()))
             return TransferSession(buffer, control, None)

@@ -2,8 +2,7 @@
 
 Blocking, for the thread that moves the blocks. Frames are those of process.links (a 4-byte little-endian
 length, a MessagePack message) with a smaller bound. Proofs are constructed alike but name the two sides differently, so
-that a proof made for one kind of connection is invalid on the other.
-"""
+that a proof made for one kind of connection is invalid on the other."""
 
 import contextlib
 import select
@@ -31,10 +30,8 @@ _SERVER_INBOUND, _CLIENT_INBOUND = Codec(BlockServerInbound), Codec(BlockClientI
 
 
 class ControlSocket:
-    """A connected socket, owned.
-
-    Methods raise PeerLost when the other end is gone or too slow, and ProtocolError when it violates the protocol.
-    """
+    """A connected socket, owned. Methods raise PeerLost when the other end is gone or too slow, and ProtocolError when
+    it violates the protocol."""
 
     def __init__(self, connection: socket.socket, timeout_s: float) -> None:
         self._socket = connection
@@ -87,12 +84,9 @@ class ControlSocket:
             raise PeerLost("the connection was closed") from error
 
     def disconnect(self) -> None:
-        """Shut the connection down from another thread. May be repeated.
-
-        The thread that uses the socket gets PeerLost and closes it. If it were closed here, its descriptor could belong
-        to a
-        newer connection by the time that thread waits on it.
-        """
+        """Shut the connection down from another thread. May be repeated. The thread that uses the socket gets PeerLost
+        and closes it. If it were closed here, its descriptor could belong to a newer connection by the time that thread
+        waits on it."""
         self._is_dropped = True
         with contextlib.suppress(OSError):  # it may not be connected any more
             # Not SSLSocket's own, which drops TLS first: the other thread would go on in clear on the same socket.
@@ -192,10 +186,8 @@ def _host_of(connection: socket.socket) -> str:
 
 
 def dial(address: str, identity: Identity) -> ControlSocket:
-    """Connect to `unix:/path`, `tls:host:port` or `tcp:host:port` and authenticate both ends.
-
-    Raises PeerLost or ProtocolError.
-    """
+    """Connect to `unix:/path`, `tls:host:port` or `tcp:host:port` and authenticate both ends. Raises PeerLost or
+    ProtocolError."""
     try:
         connection = _connected(address, identity.peer_timeout_s)
     except (OSError, ValueError) as error:
@@ -229,10 +221,8 @@ def _connected(address: str, timeout_s: float) -> socket.socket:
 
 
 def listen_at(address: str) -> socket.socket:
-    """Return a listening socket at `unix:/path`, `tls:host:port` or `tcp:host:port` (0: any free port).
-
-    Raises OSError when the address is taken.
-    """
+    """Return a listening socket at `unix:/path`, `tls:host:port` or `tcp:host:port` (0: any free port). Raises OSError
+    when the address is taken."""
     kind, _, rest = address.partition(":")
     if kind == "unix":
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

@@ -9,7 +9,7 @@ from alignedserve.runtime.kv.block_checksums import RunChecksums
 from alignedserve.runtime.kv.block_runs import BlockIds, PlacedRuns
 from alignedserve.runtime.kv.list_copies import copy_from_pieces, copy_to_pieces
 from alignedserve.runtime.kv.shm_arena import WHOLE, Arena, ArenaPart
-from alignedserve.runtime.kv.transfers.block_channel import Rows
+from alignedserve.runtime.kv.transfers.block_server import Rows
 from kernels.cpu.block_copies import BlockList, all_rows, digest_blocks
 
 # Summed at a time, beside what travels: so little that it is still in the core's own cache when it is sent.

@@ -5,8 +5,7 @@ miss and becomes a recompute, never a wrong token.
 
 A worker that was stopped while it wrote may continue after its lease was revoked, into blocks that belong to another
 request by then. So checksums are never computed from shared blocks: the sender computes them from its own blocks, the
-receiver from what has arrived in its own.
-"""
+receiver from what has arrived in its own."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -44,12 +43,10 @@ class FetchRequest:
 
 
 class KVTransfer(Protocol):
-    """Copies whole blocks, one request after the other. Blocking; called from one thread of a worker at a time.
-
-    A refused request is logged with its reason and does not affect the others. Both methods raise PeerLost when the
-    owner of the blocks is gone; the outcome of every request of that call is then unknown. Shared memory outlives its
-    owner: for such transfers the links notice the loss.
-    """
+    """Copies whole blocks, one request after the other. Blocking; called from one thread of a worker at a time. A
+    refused request is logged with its reason and does not affect the others. Both methods raise PeerLost when the owner
+    of the blocks is gone; the outcome of every request of that call is then unknown. Shared memory outlives its owner:
+    for such transfers the links notice the loss."""
 
     def offload(self, requests: Sequence[OffloadRequest]) -> list[tuple[BlockRun, ...] | None]:
         """Copy out and return the runs with their checksums; None: refused, and the target blocks are undefined."""

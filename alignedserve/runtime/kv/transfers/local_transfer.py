@@ -1,15 +1,19 @@
-"""KVTransfer to blocks that this process copies itself, and copies of requests from one such memory to another."""
+"""KVTransfer to blocks that this process copies itself, and copies of requests from one such memory to another.
+
+KVTransfer over an arena in shared memory."""
 
 import abc
 import logging
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from typing_extensions import override
 
 from alignedserve.core.errors import HandoffRejected
 from alignedserve.core.ids import BlockId
-from alignedserve.messages.caches import BlockCopy, BlockRun
+from alignedserve.messages.caches import ArenaOffered, BlockCopy, BlockRun
+from alignedserve.runtime.device.cores import threads_per_copy
 from alignedserve.runtime.kv.block_checksums import (
     check_target,
     run_checksums,
@@ -23,8 +27,9 @@ from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.kv.direct_copies import HostSide, PeerSide
 from alignedserve.runtime.kv.list_copies import copy_from_pieces, copy_to_pieces
 from alignedserve.runtime.kv.shm_arena import NO_LEASE, Arena, ArenaPart
-from alignedserve.runtime.kv.transfers.device_buffer import DeviceBuffer
+from alignedserve.runtime.kv.staged_copies import CopyLanes
 from alignedserve.runtime.kv.transfers.kv_transfer import FetchRequest, OffloadRequest, verified
+from alignedserve.runtime.kv.transfers.requests import DeviceBuffer
 from kernels.cpu.block_copies import Digests, copy_blocks
 
 logger = logging.getLogger(__name__)
@@ -40,11 +45,9 @@ class Relayed(NamedTuple):
 
 
 class LocalTransfer(abc.ABC):
-    """KVTransfer to a memory that this process reaches without asking anyone; a subclass copies.
-
-    The pool stamps the blocks that it leases in its arena; writing elsewhere is refused. In a candidate buffer
-    (`stamps`) the owner only says which blocks are free to write, and the writer stamps them.
-    """
+    """KVTransfer to a memory that this process reaches without asking anyone; a subclass copies. The pool stamps the
+    blocks that it leases in its arena; writing elsewhere is refused. In a candidate buffer (`stamps`) the owner only
+    says which blocks are free to write, and the writer stamps them."""
 
     def __init__(self, memory: LocalMemory, *, stamps: bool, num_threads: int = 1) -> None:
         self.memory = memory
@@ -104,11 +107,9 @@ class LocalTransfer(abc.ABC):
 def relay(
     source: LocalTransfer, copy: BlockCopy, target: LocalTransfer, target_block_ids: Sequence[BlockId], generation: int
 ) -> tuple[BlockRun, ...] | None:
-    """Copy a request's blocks from one memory to another, verify them and return its new runs with their checksums.
-
-    The copy needs an equal number of target blocks. In a candidate buffer (`target.stamps`) they are stamped first,
-    and unstamped when the result is None; in the pool's arena the pool has stamped them.
-    """
+    """Copy a request's blocks from one memory to another, verify them and return its new runs with their checksums. The
+    copy needs an equal number of target blocks. In a candidate buffer (`target.stamps`) they are stamped first, and
+    unstamped when the result is None; in the pool's arena the pool has stamped them."""
     relayed = relay_unverified(source, copy, target, target_block_ids, generation)
     return None if relayed is None else verified_relay(relayed, copy, target, target_block_ids)
 
@@ -123,8 +124,7 @@ def relay_unverified(
 ) -> Relayed | None:
     """Copy a request's blocks as `relay` does; the checksums are still to be verified.
 
-    `part`: of each block, between two arenas.
-    """
+    `part`: of each block, between two arenas."""
     assert source.memory.layout == target.memory.layout, "blocks are copied between memories of one layout"
     try:
         target_ids = as_ids(target_block_ids)
@@ -232,3 +232,68 @@ class OwnBufferTransfer(LocalTransfer):
         there = PeerSide(self._buffer.blocks, source)
         with self._buffer.lanes.direct() as copies:
             return copies.copy_in(there, self._storage.bytes, self._storage.settled(block_ids))
+
+
+class ShmTransfer(LocalTransfer):
+    """KVTransfer over an arena mapped into this process; closes the arena."""
+
+    def __init__(
+        self,
+        storage: BlockStorage,
+        arena: Arena,
+        *,
+        stamps: bool = False,
+        num_threads: int = 1,
+        lanes: CopyLanes | None = None,
+    ) -> None:
+        """`stamps`, `num_threads`: see LocalTransfer. `lanes`: of the storage's device; the arena is registered with
+        its driver, if that is possible, so that the device copies straight to and from it."""
+        super().__init__(arena, stamps=stamps, num_threads=num_threads)
+        self.arena = arena
+        self._storage = storage
+        self._is_closed = False
+        self._lanes: CopyLanes | None = None  # None: through the host
+        if lanes is not None:
+            arena.register(lanes.accelerator.driver)
+            self._lanes = lanes if arena.is_registered else None
+
+    @override
+    def close(self) -> None:
+        if not self._is_closed:
+            self._is_closed = True
+            self.arena.close()
+
+    @override
+    def _copy_out(self, block_ids: BlockIds, target: Ints) -> Digests:
+        there = self.arena.listed(target)
+        if self._lanes is not None:
+            with self._lanes.direct() as copies:
+                return copies.copy_out(
+                    self._storage.bytes,
+                    self._storage.settled(block_ids),
+                    HostSide(there, self.arena.rows_per_registration),
+                )
+        return copy_from_pieces(self._storage.pieces_to_read(block_ids), there, num_threads=self.num_threads)
+
+    @override
+    def _copy_in(self, source: Ints, block_ids: BlockIds) -> Digests:
+        there = self.arena.listed(source)
+        if self._lanes is not None:
+            with self._lanes.direct() as copies:
+                return copies.copy_in(
+                    HostSide(there, self.arena.rows_per_registration),
+                    self._storage.bytes,
+                    self._storage.settled(block_ids),
+                )
+        return copy_to_pieces(there, self._storage.pieces_to_write(block_ids), num_threads=self.num_threads)
+
+
+def open_shm_transfer(offered: ArenaOffered, storage: BlockStorage, *, stamps: bool = False) -> ShmTransfer:
+    """Map the arena that is offered, or the storage's part of it. `stamps`: as in ShmTransfer. Raises HandoffRejected
+    when its path leads elsewhere, as on another host, or its blocks are of another layout."""
+    part = storage.part
+    arena = Arena.attach(Path(offered.path), part.whole(storage.layout), part)
+    if offered.file_id and arena.file_id != offered.file_id:
+        arena.close()
+        raise HandoffRejected("the file at its path is another one, of another host or container")
+    return ShmTransfer(storage, arena, stamps=stamps, num_threads=threads_per_copy(), lanes=storage.lanes)

@@ -1,8 +1,7 @@
 """Process groups of two: never init_process_group, no WORLD, no store that other processes can reach.
 
 torch sets a process group up through a key-value store. Here the authenticated control socket is the store: entries of
-an end are sent to the peer. A pair that failed in any way is discarded; a new connection makes a new pair.
-"""
+an end are sent to the peer. A pair that failed in any way is discarded; a new connection makes a new pair."""
 
 import contextlib
 from collections import deque
@@ -16,7 +15,7 @@ import torch.distributed as dist
 from alignedserve.core.errors import PeerLost, ProtocolError
 from alignedserve.messages.blocks import RendezvousValue
 from alignedserve.runtime.device.collectives import gloo_group
-from alignedserve.runtime.kv.transfers.block_channel import (
+from alignedserve.runtime.kv.transfers.block_server import (
     _PIECE_BYTES,
     CLIENT_RANK,
     NUM_PIECES,
@@ -134,19 +133,15 @@ def make_pair(control: ControlSocket, rank: int, *, block_bytes: int, timeout_s:
     try:
         group = gloo_group(store, rank, 2, timedelta(seconds=timeout_s), host=control.local_host)
         pair = ProcessPair(group, rank, block_bytes, timeout_s)
-        _exchange_one(pair, rank)
+        for sender in (OWNER_RANK, CLIENT_RANK):
+            if rank == sender:
+                pair.send(1, lambda _first, rows: None)
+            else:
+                pair.receive(1, lambda _first, rows: None)
     except (RuntimeError, MemoryError) as error:  # the latter from an invalid address
         raise PeerLost(f"no process group could be made: {_first_line(error)}") from error
     store.seal()
     return pair
-
-
-def _exchange_one(pair: ProcessPair, rank: int) -> None:
-    for sender in (OWNER_RANK, CLIENT_RANK):
-        if rank == sender:
-            pair.send(1, lambda _first, rows: None)
-        else:
-            pair.receive(1, lambda _first, rows: None)
 
 
 def _first_line(error: Exception) -> str:

@@ -2,8 +2,7 @@
 
 Each rank has a transfer of its own to the part of the same number in memory of a host, where the parts of a block lie
 one after another. Its checksums are joined with those of the others: what one rank's part does not hold, is not held
-at all.
-"""
+at all."""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -34,9 +33,7 @@ class PartsOffer(msgspec.Struct, frozen=True):
 
 class RankCopies(Protocol):
     """The copies of the other ranks. Those with one peer happen in order; all raise ExchangeBroken if a rank ended.
-
-    What is waited for raises PeerLost when a rank has lost the peer, and only when no rank copies any more.
-    """
+    What is waited for raises PeerLost when a rank has lost the peer, and only when no rank copies any more."""
 
     size: int  # of the worker, the first rank included
 

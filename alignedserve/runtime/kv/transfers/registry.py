@@ -10,8 +10,8 @@ from alignedserve.messages.caches import ArenaOffered
 from alignedserve.process.links import Identity
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.kv.transfers.kv_transfer import AUTO, FASTEST_FIRST, TRANSPORTS, PartTransfer
+from alignedserve.runtime.kv.transfers.local_transfer import open_shm_transfer
 from alignedserve.runtime.kv.transfers.requests import ChannelTransfer, IpcTransfer
-from alignedserve.runtime.kv.transfers.shm_transfer import open_shm_transfer
 
 logger = logging.getLogger(__name__)
 
@@ -21,10 +21,8 @@ _Opener = Callable[[ArenaOffered, BlockStorage, Identity, bool], PartTransfer]
 def open_transfer(
     offered: ArenaOffered, storage: BlockStorage, *, identity: Identity, stamps: bool, transport: str = AUTO
 ) -> PartTransfer:
-    """Open a transfer to the offered blocks, or to the storage's part of each; `stamps` as in ShmTransfer.
-
-    Raises TransportUnavailable naming the reason for each transport that was tried, PeerLost.
-    """
+    """Open a transfer to the offered blocks, or to the storage's part of each; `stamps` as in ShmTransfer. Raises
+    TransportUnavailable naming the reason for each transport that was tried, PeerLost."""
     if transport not in TRANSPORTS:
         raise TransportUnavailable(f"unknown transport {transport!r}; there are {', '.join(TRANSPORTS)}")
     reasons = []
@@ -44,12 +42,7 @@ def open_transfer(
 
 def available_transports(*, has_device: bool) -> tuple[str, ...]:
     """List the transports of a process, with blocks on a device or on the host, fastest first."""
-    has = {
-        "cuda_ipc": has_device,
-        "shm": True,
-        "tcp": True,
-        "gloo": torch.distributed.is_gloo_available(),
-    }
+    has = {"cuda_ipc": has_device, "shm": True, "tcp": True, "gloo": torch.distributed.is_gloo_available()}
     return tuple(name for name in FASTEST_FIRST if has[name])
 
 

@@ -1,4 +1,6 @@
-"""The client's requests to a block server: plans requests that can succeed, and receives the owner's answers."""
+"""The client's requests to a block server: plans requests that can succeed, and receives the owner's answers.
+
+A candidate buffer in device memory."""
 
 import abc
 import contextlib
@@ -9,6 +11,7 @@ from itertools import islice
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 from typing_extensions import override
 
@@ -18,6 +21,7 @@ from alignedserve.core.ids import BlockId
 from alignedserve.messages.blocks import (
     BlocksAnswered,
     BlocksCopied,
+    DeviceMemoryHandle,
     NamedBlocks,
     OpenTransfer,
     ReadBlocks,
@@ -35,15 +39,18 @@ from alignedserve.runtime.kv.block_checksums import (
     runs_with_checksums,
     source_blocks,
 )
-from alignedserve.runtime.kv.block_runs import BlockRuns, Ints, PlacedRuns, as_ids, join_placed, place_runs
-from alignedserve.runtime.kv.block_storage import BlockStorage
+from alignedserve.runtime.kv.block_runs import BlockIds, BlockRuns, Ints, PlacedRuns, as_ids, join_placed, place_runs
+from alignedserve.runtime.kv.block_storage import BlockStorage, DevicePieces
 from alignedserve.runtime.kv.direct_copies import PeerSide
+from alignedserve.runtime.kv.shm_arena import NO_LEASE, WHOLE, ArenaPart
 from alignedserve.runtime.kv.staged_copies import CopyLanes
-from alignedserve.runtime.kv.transfers.block_channel import CLIENT_RANK, BlockStream
+from alignedserve.runtime.kv.transfers.block_server import CLIENT_RANK, BlockStream
 from alignedserve.runtime.kv.transfers.control_socket import ControlSocket, dial
 from alignedserve.runtime.kv.transfers.host_blocks import HostBlocks
 from alignedserve.runtime.kv.transfers.kv_transfer import FetchRequest, OffloadRequest, verified
 from alignedserve.runtime.kv.transfers.process_pair import open_channel
+from kernels.cpu.block_copies import BlockList
+from kernels.cpu.row_digest import WORD_BYTES
 
 logger = logging.getLogger(__name__)
 
@@ -63,10 +70,8 @@ class PlannedRequest:
 
 
 class ServedTransfer(abc.ABC):
-    """KVTransfer to a block server, whose connection is opened by a subclass, which also moves the bytes.
-
-    After PeerLost the object is unusable: make a new one.
-    """
+    """KVTransfer to a block server, whose connection is opened by a subclass, which also moves the bytes. After
+    PeerLost the object is unusable: make a new one."""
 
     _storage: BlockStorage
     _control: ControlSocket
@@ -192,20 +197,10 @@ def closing_on_error(control: ControlSocket) -> Iterator[None]:
 
 
 class ChannelTransfer(ServedTransfer):
-    """KVTransfer to a block server. Connects on construction.
+    """KVTransfer to a block server. Connects on construction. Raises PeerLost when the server is unreachable or has
+    another secret, HandoffRejected when it does not serve this transport or this block layout."""
 
-    Raises PeerLost when the server is unreachable or has another secret, HandoffRejected when it does not serve this
-    transport or this block layout.
-    """
-
-    def __init__(
-        self,
-        storage: BlockStorage,
-        address: str,
-        *,
-        identity: Identity,
-        transport: str = "gloo",
-    ) -> None:
+    def __init__(self, storage: BlockStorage, address: str, *, identity: Identity, transport: str = "gloo") -> None:
         self._storage = storage
         self._memory = HostBlocks(storage)
         self._control = dial(address, identity)
@@ -262,10 +257,8 @@ class ChannelTransfer(ServedTransfer):
 
 
 class IpcTransfer(ServedTransfer):
-    """KVTransfer to a block server of this host whose buffer is mapped here. Connects on construction.
-
-    Raises PeerLost or HandoffRejected as ChannelTransfer does, and HandoffRejected when the memory cannot be mapped.
-    """
+    """KVTransfer to a block server of this host whose buffer is mapped here. Connects on construction. Raises PeerLost
+    or HandoffRejected as ChannelTransfer does, and HandoffRejected when the memory cannot be mapped."""
 
     def __init__(self, storage: BlockStorage, address: str, *, identity: Identity, lanes: CopyLanes) -> None:
         """`lanes`: of the storage's device."""
@@ -319,3 +312,50 @@ def _mapped(opened: TransferOpened, lanes: CopyLanes, block_bytes: int) -> Tenso
     lanes.accelerator.use()
     handle = SharedRows(*msgspec.structs.astuple(opened.device_memory))
     return lanes.accelerator.mapped(handle, opened.num_blocks, block_bytes)
+
+
+class DeviceBuffer:
+    """A ServedBuffer with blocks on a device and their generations on the host; outlives its block server."""
+
+    def __init__(self, layout: BlockLayout, blocks: Tensor, lanes: CopyLanes) -> None:
+        """`blocks`: lendable rows uint8 [num_blocks, block_bytes], of any content, on the device of the lanes."""
+        assert layout.block_bytes % WORD_BYTES == 0, "blocks on a device are made of 8-byte words"
+        self.layout = layout
+        self.writer_stamps = True
+        self.num_blocks = len(blocks)
+        self.lanes = lanes
+        self.blocks = blocks
+        self.generations: npt.NDArray[np.uint64] = np.zeros(len(blocks), np.uint64)
+        self._pieces = DevicePieces(self.blocks, lanes)
+        on_host = HostBlocks(self._pieces)
+        self.gather, self.scatter = on_host.gather, on_host.scatter
+
+    def part_of(self, part: ArenaPart) -> "DeviceBuffer":
+        """Its blocks are copied as a whole."""
+        if part != WHOLE:
+            raise HandoffRejected("its blocks are in a GPU's memory, which several ranks do not share")
+        return self
+
+    def begin_thread(self) -> None:
+        self.lanes.accelerator.use()
+
+    def stamp(self, block_ids: BlockIds, generation: int) -> None:
+        """Mark blocks as written under a generation (0: no lease)."""
+        self.generations[np.asarray(block_ids, np.int64)] = generation
+
+    def is_stamped(self, block_ids: BlockIds, generation: int) -> bool:
+        """Return whether all of them are marked with this generation."""
+        return generation != NO_LEASE and bool((self.generations[np.asarray(block_ids, np.int64)] == generation).all())
+
+    def pieces_to_read(self, block_ids: BlockIds) -> Iterator[BlockList]:
+        return self._pieces.pieces_to_read(block_ids)
+
+    def pieces_to_write(self, block_ids: BlockIds) -> Iterator[BlockList]:
+        return self._pieces.pieces_to_write(block_ids)
+
+    def listed(self, block_ids: BlockIds) -> None:
+        """Return None: the blocks are on a device."""
+
+    def exported(self) -> DeviceMemoryHandle:
+        """Each call is for one other process."""
+        return DeviceMemoryHandle(*self.lanes.accelerator.exported(self.blocks))

@@ -109,11 +109,9 @@ class RopeConfig:
 @dataclass(frozen=True, slots=True)
 class LatentConfig:
     """Multi-head latent attention (DeepSeek-V2, 2.1): a token's keys and values are made of one short row, its latent.
-
     The cache has the row alone, behind a key that is rotated and that all heads share. Queries are multiplied with what
     would make keys of latents, and the sum of latents with what would make values: one key head of `rope_dim + rank`
-    elements, whose values are the keys.
-    """
+    elements, whose values are the keys."""
 
     rank: int  # elements of a latent
     rope_dim: int  # of the key beside it
@@ -148,13 +146,11 @@ class HeadSizes(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LayerExtras:
-    """Parts of Gemma 3n and 4: values normalised without weights, and scores not divided by a root of the width.
-
-    The last layers read the keys and values of the last layer of their kind that has some. Layer embeddings: a short
-    vector of the token, multiplied with a gate made of the stream, is added behind each layer. Streams (AltUp, Baykal
-    et al., 2023): a layer computes one residual stream, and predicts and corrects the others; beside its attention is a
-    short product (LAuReL).
-    """
+    """Parts of Gemma 3n and 4: values normalised without weights, and scores not divided by a root of the width. The
+    last layers read the keys and values of the last layer of their kind that has some. Layer embeddings: a short vector
+    of the token, multiplied with a gate made of the stream, is added behind each layer. Streams (AltUp, Baykal et al.,
+    2023): a layer computes one residual stream, and predicts and corrects the others; beside its attention is a short
+    product (LAuReL)."""
 
     windowed_heads: HeadSizes
     full_heads: HeadSizes

@@ -1,7 +1,6 @@
 """The configuration of a decoder: sizes and options, without torch, so that gateway and CLI can read it too.
 
-`read_model_config` (hf_config.py) makes one from a Hugging Face folder; benchmarks write one by hand.
-"""
+`read_model_config` (model_files.py) makes one from a Hugging Face folder; benchmarks write one by hand."""
 
 from dataclasses import dataclass, replace
 

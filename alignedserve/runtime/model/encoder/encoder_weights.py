@@ -12,9 +12,9 @@ from alignedserve.runtime.model.weight_names import read_names
 from alignedserve.runtime.model.weights.product_reader import LoadingObserver, Nonlinearity, ProductReader
 from alignedserve.runtime.model.weights.safetensors_source import SafetensorsSource
 from alignedserve.runtime.model.weights.weight_source import RandomSource, WeightSource
+from kernels.activation import LayerNorm, Norm
 from kernels.feed_forward import FeedForwardPart
 from kernels.linear import AdaptableProjection, Linear, Projection
-from kernels.norm import LayerNorm, Norm
 
 _SEED = 0
 

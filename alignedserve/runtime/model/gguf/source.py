@@ -10,7 +10,7 @@ from alignedserve.gguf.tensor_types import computed_as
 from alignedserve.runtime.device.devices import CUDA
 from alignedserve.runtime.model.decoder.decoder_parts import NormKind
 from alignedserve.runtime.model.decoder.model_config import ModelConfig
-from alignedserve.runtime.model.gguf.names import find_tensor, tensor_names
+from alignedserve.runtime.model.gguf.config import find_tensor, tensor_names
 from alignedserve.runtime.model.weights.packed_products import BLOCK_DTYPES, BlockRows, GroupedRows
 from alignedserve.runtime.model.weights.weight_source import BlockLookup, WeightSource
 from kernels.block_formats import grouped_blocks

@@ -1,8 +1,7 @@
 """Models on a Hugging Face hub, fetched into huggingface_hub's cache: only what serving needs, gone on with after a
 kill, found again without a network.
 
-Address, token, cache and offline mode are those of huggingface_hub (HF_ENDPOINT, HF_TOKEN, HF_HOME, HF_HUB_OFFLINE).
-"""
+Address, token, cache and offline mode are those of huggingface_hub (HF_ENDPOINT, HF_TOKEN, HF_HOME, HF_HUB_OFFLINE)."""
 
 import contextlib
 import errno
@@ -32,9 +31,9 @@ from huggingface_hub.file_download import repo_folder_name
 from huggingface_hub.utils import tqdm  # type: ignore[attr-defined]  # documented, and exported without saying so
 
 from alignedserve.core.errors import AlignedServeError, ModelError, ModelNotFound, StorageError, StorageFull
-from alignedserve.runtime.model.hf_config import read_any_config
 from alignedserve.runtime.model.hub.file_choice import HubName, choose_gguf, choose_text_files, wants_gguf
 from alignedserve.runtime.model.hub.resumed_download import Download, RemoteFile
+from alignedserve.runtime.model.model_files import read_any_config
 from alignedserve.runtime.model.weight_index import INDEX_NAME, SINGLE_NAME, listed_shards
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -69,7 +68,11 @@ class Hub:
             read_any_config(folder)  # refused, if so, before the weights have come
             if not has_weights:
                 return folder
-            return self._complete(name, commit, _sizes_of_shards(folder, name, sizes), report)
+            files = [path.name for path in listed_shards(folder)] if SINGLE_NAME not in sizes else [SINGLE_NAME]
+            missing = [file for file in files if file not in sizes]
+            if missing:
+                raise ModelNotFound(f"{name} has no {missing[0]}, which its {INDEX_NAME} names.")
+            return self._complete(name, commit, ({file: sizes[file] for file in files}), report)
 
     def _resolve(self, name: HubName) -> str:
         return self._api.resolve_revision(
@@ -164,14 +167,6 @@ class _NoBar(tqdm):
         super().__init__(*args, **options | {"disable": True})  # type: ignore[no-untyped-call]
 
 
-def _sizes_of_shards(folder: Path, name: HubName, sizes: dict[str, int]) -> dict[str, int]:
-    files = [path.name for path in listed_shards(folder)] if SINGLE_NAME not in sizes else [SINGLE_NAME]
-    missing = [file for file in files if file not in sizes]
-    if missing:
-        raise ModelNotFound(f"{name} has no {missing[0]}, which its {INDEX_NAME} names.")
-    return {file: sizes[file] for file in files}
-
-
 def _check_space(name: HubName, files: list[RemoteFile], blobs: Path) -> None:
     needed = sum(file.num_bytes - file.num_bytes_in(blobs) for file in files)
     free = shutil.disk_usage(blobs).free
@@ -211,7 +206,13 @@ def _translated(error: Exception, name: HubName, endpoint: str) -> AlignedServeE
         case FileMetadataError():
             return ModelError(f"{endpoint} does not answer as a Hugging Face hub does; HF_ENDPOINT names another.")
         case httpx2.HTTPError() | LocalEntryNotFoundError() | RevisionResolutionError():
-            return _unreachable(error, name, endpoint)
+            if constants.is_offline_mode():
+                return ModelNotFound(f"{name} is not downloaded, or not completely, and HF_HUB_OFFLINE is set.")
+            cause = error.__cause__ or error
+            return ModelNotFound(
+                f"{name} is neither a folder here nor downloaded completely, and {endpoint} cannot be reached "
+                f"({type(cause).__name__}: {str(cause).partition(chr(10))[0][:_MAX_SHOWN]}); what has come is kept."
+            )
         case OSError():
             return _disk_error(error, name)
     return ModelNotFound(f"{name}: {str(error)[:_MAX_SHOWN]}")
@@ -226,16 +227,6 @@ def _refusal(status: int, name: HubName, endpoint: str) -> ModelError:
             f"if it has one, must be accepted on {endpoint}/{name.repo_id}."
         )
     return ModelError(f"{endpoint} answered {status} when asked for {name}; what has come is kept, try again later.")
-
-
-def _unreachable(error: Exception, name: HubName, endpoint: str) -> ModelNotFound:
-    if constants.is_offline_mode():
-        return ModelNotFound(f"{name} is not downloaded, or not completely, and HF_HUB_OFFLINE is set.")
-    cause = error.__cause__ or error
-    return ModelNotFound(
-        f"{name} is neither a folder here nor downloaded completely, and {endpoint} cannot be reached "
-        f"({type(cause).__name__}: {str(cause).partition(chr(10))[0][:_MAX_SHOWN]}); what has come is kept."
-    )
 
 
 def _disk_error(error: OSError, name: HubName) -> StorageError:

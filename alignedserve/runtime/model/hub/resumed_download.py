@@ -1,8 +1,7 @@
 """Downloads of large files that go on where an earlier one ended, also when that one was killed.
 
 huggingface_hub starts every file anew. What is here writes into its cache: a finished blob is where it looks for one,
-a half has the name that its tools list and clear.
-"""
+a half has the name that its tools list and clear."""
 
 import contextlib
 import fcntl

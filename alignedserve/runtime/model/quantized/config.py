@@ -1,8 +1,7 @@
 """Reads `quantization_config` of a config.json. Whatever is not supported is refused by name.
 
 Which modules are quantised is not read from `targets`, `ignore` or `modules_to_not_convert`: the files' tensors say so,
-and each has to fit one of the schemes read here.
-"""
+and each has to fit one of the schemes read here."""
 
 from collections.abc import Callable
 

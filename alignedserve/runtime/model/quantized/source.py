@@ -11,22 +11,23 @@ from alignedserve.core.errors import ModelError
 from alignedserve.runtime.model.decoder.decoder_parts import NVFP4_GROUP, CheckpointQuantization, QuantMethod
 from alignedserve.runtime.model.quantized.layout import (
     IN_BLOCKS,
+    Computing,
     MatrixPacking,
+    ProductForm,
     StoredMatrix,
     block_type,
     has_weight,
+    inputs_together,
     member_of_stack,
     nvfp4_names,
     stored_matrix,
 )
-from alignedserve.runtime.model.quantized.product_form import Computing, ProductForm, inputs_together
 from alignedserve.runtime.model.weights.packed_products import BlockRows, Float8Rows, GroupedRows, Int8Rows, Rows
 from alignedserve.runtime.model.weights.safetensors_source import SafetensorsSource
 from alignedserve.runtime.model.weights.weight_source import WeightSource
 from kernels.block_formats import dequantize, grouped_blocks, has_finite_scales
 from kernels.block_values import FLOATS_OF_4_BITS
-from kernels.cpu.int8_linear import has_int8_products
-from kernels.cpu.packed_linear import FileRows
+from kernels.cpu.packed_linear import FileRows, has_int8_products
 from kernels.float8_linear import has_float8_products
 from kernels.grouped_linear import GroupedWeight, Numbers
 
@@ -357,13 +358,11 @@ class QuantizedSource(WeightSource):
 def packed_integers(
     matrix: StoredMatrix, integers: IntegerMatrix, form: ProductForm
 ) -> BlockRows | GroupedRows | Int8Rows | None:
-    """Return the matrix in this form; None where its values do not allow it.
-
-    A group of 4 bits becomes blocks of `block_formats`: G4_128 where 128 inputs share a scale; otherwise Q4_0
-    where zero points are 8 and scales are float16 numbers; otherwise G4_64 or G4_32. The float32 minimum, -scale * zero
-    point, is exact for scales of 16 bits. 8 bits become Q8_0 where scales are float16 numbers; otherwise, with one
-    scale for each row, they stay as they are. On GPUs groups of 4 and 8 bits keep float32 scales and their zero points.
-    """
+    """Return the matrix in this form; None where its values do not allow it. A group of 4 bits becomes blocks of
+    `block_formats`: G4_128 where 128 inputs share a scale; otherwise Q4_0 where zero points are 8 and scales are
+    float16 numbers; otherwise G4_64 or G4_32. The float32 minimum, -scale * zero point, is exact for scales of 16 bits.
+    8 bits become Q8_0 where scales are float16 numbers; otherwise, with one scale for each row, they stay as they are.
+    On GPUs groups of 4 and 8 bits keep float32 scales and their zero points."""
     if form is ProductForm.INT8:
         return _int8_rows(integers)
     runs = torch.arange(matrix.width) // matrix.group_size

@@ -1,7 +1,6 @@
 """The stages of a worker whose processes compute a model one after another: which layers each has.
 
-The first stage has the embedding and the head as well, whose products count as layers do: it has fewer of these.
-"""
+The first stage has the embedding and the head as well, whose products count as layers do: it has fewer of these."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -1,8 +1,7 @@
 """The share of one rank in a model that several ranks compute together: which heads, inner columns and tokens are its.
 
 Attention is split by heads, the feed-forward part by its inner width, embedding and head by the vocabulary (Shoeybi et
-al., Megatron-LM, arXiv:1909.08053). Key heads that are fewer than the ranks are held by several of them.
-"""
+al., Megatron-LM, arXiv:1909.08053). Key heads that are fewer than the ranks are held by several of them."""
 
 from dataclasses import dataclass, replace
 from typing import NamedTuple

@@ -18,7 +18,7 @@ from alignedserve.runtime.model.weights.product_reader import (
     gates_first,
     scaled_product,
 )
-from kernels.activation import Activated, Gated
+from kernels.activation import Activated, Gated, RmsNorm
 from kernels.feed_forward import (
     DividedExperts,
     ExpertRouter,
@@ -30,10 +30,17 @@ from kernels.feed_forward import (
     ScaledRouter,
     WithSharedExpert,
 )
-from kernels.grouped_linear import GROUPS, GroupedWeight, Numbers, SortedLinear, joined_weights
+from kernels.grouped_linear import (
+    GROUPS,
+    ExpertWeights,
+    GroupedWeight,
+    Numbers,
+    SortedExperts,
+    SortedLinear,
+    joined_weights,
+    stacked_experts,
+)
 from kernels.linear import Linear, Projection
-from kernels.norm import RmsNorm
-from kernels.sorted_experts import ExpertWeights, SortedExperts, stacked_experts
 
 
 class ExpertPart(NamedTuple):

@@ -9,7 +9,7 @@ from torch import Tensor
 from kernels.activation import Gated
 from kernels.addends import Addends
 from kernels.cpu.block_quantized_linear import BlockQuantizedLinear, JoinedLinear
-from kernels.cpu.int8_linear import Int8Linear
+from kernels.cpu.packed_linear import Int8Linear
 from kernels.float8_linear import Float8Linear
 from kernels.grouped_linear import GroupedLinear, GroupedWeight, Numbers, joined_weights
 from kernels.linear import AdaptableProjection, Linear

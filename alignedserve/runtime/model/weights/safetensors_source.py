@@ -1,8 +1,7 @@
 """The tensors of a Hugging Face model folder as a source of weights.
 
 Files are read, not mapped: what is read does not count as memory of the process, and a file that becomes shorter
-meanwhile is an error, not a signal that ends the process.
-"""
+meanwhile is an error, not a signal that ends the process."""
 
 import math
 import os

@@ -3,8 +3,7 @@
 Each process loads its weights as always. Every packed weight that the file has already, byte for byte, is then mapped
 from there in place of the own pages, which are freed; one that it lacks is added first. The mappings are private: a
 process that wrote to its weights would have a copy of that page, and no other would see it. Addresses stay, so nothing
-that uses a weight has to know.
-"""
+that uses a weight has to know."""
 
 import ctypes
 import fcntl
@@ -43,7 +42,9 @@ def share_weights(path: Path, folder: Path) -> int:
         fcntl.flock(file, fcntl.LOCK_SH)
         index = _read_index(index_path, os.fstat(file).st_ino)
         shared = sum(_share(file, index, *memory) for memory in weight_memories())
-        _write_index(index_path, index)
+        written = index_path.with_suffix(".index.new")
+        written.write_bytes(msgspec.json.encode(index))
+        written.replace(index_path)
     logger.info("%d MiB of weights are shared, in %s", shared // _MIB, path)
     return shared
 
@@ -86,9 +87,3 @@ def _read_index(path: Path, inode: int) -> _Index:
     except (FileNotFoundError, msgspec.MsgspecError):
         return _Index(inode, offsets={})
     return index if index.inode == inode else _Index(inode, offsets={})
-
-
-def _write_index(path: Path, index: _Index) -> None:
-    written = path.with_suffix(".index.new")
-    written.write_bytes(msgspec.json.encode(index))
-    written.replace(path)

@@ -1,14 +1,21 @@
-"""Assembles the weights of a model out of the tensors of a source."""
+"""Assembles the weights of a model out of the tensors of a source.
 
+Reads what layers of Gemma 3n and 4 have beyond others (LayerExtras).
+
+The weights of a decoder, ready to run.
+"""
+
+import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from alignedserve.runtime.model.decoder.decoder_parts import HeadNormKind, LatentConfig, NormKind
-from alignedserve.runtime.model.decoder.model_config import ModelConfig
+from alignedserve.runtime.model.decoder.decoder_parts import HeadNormKind, LatentConfig, LayerExtras, NormKind
+from alignedserve.runtime.model.decoder.model_config import ModelConfig, inner_size
 from alignedserve.runtime.model.families.table import FAMILIES
 from alignedserve.runtime.model.sharding.layer_stages import LayerStage
 from alignedserve.runtime.model.weight_names import (
@@ -16,28 +23,232 @@ from alignedserve.runtime.model.weight_names import (
     find_head,
     find_prefix,
     layer_prefixes,
+    own_products,
     query_modules,
 )
-from alignedserve.runtime.model.weights.decoder_weights import DecoderWeights, LayerWeights, round_on_the_way
-from alignedserve.runtime.model.weights.extra_weights import ExtraReader
 from alignedserve.runtime.model.weights.feed_forward_weights import ExpertReading, FeedForwardReader, LayerExperts
 from alignedserve.runtime.model.weights.packed_products import Rows
 from alignedserve.runtime.model.weights.product_reader import (
     NONE,
     LoadingObserver,
     ProductReader,
+    StateReader,
     halves_of_heads,
     heads_to_qkv,
     pairs_apart,
     rotated_first,
 )
-from alignedserve.runtime.model.weights.state_weights import StateReader
 from alignedserve.runtime.model.weights.weight_source import RowLookup, WeightSource
-from kernels.feed_forward import ExpertsBeside, FeedForwardPart
-from kernels.latent_attention import HeadProducts, LatentOutput, LatentQueries
-from kernels.linear import AdaptableProjection, Projection
-from kernels.norm import LayerNorm, NoNorm, Norm, RmsNorm
+from kernels.activation import Gated, LayerNorm, NoNorm, Norm, RmsNorm
+from kernels.feed_forward import (
+    EmbeddingGate,
+    Experts,
+    ExpertsBeside,
+    FeedForwardPart,
+    LayerEmbeddings,
+    LayerEnd,
+    SparseFeedForward,
+)
+from kernels.float8_linear import Float8Linear
+from kernels.grouped_linear import SortedExperts
+from kernels.linear import AdaptableProjection, HeadProducts, LatentOutput, LatentQueries, Projection
 from kernels.rotary import HeadNorms
+from kernels.states.state_rows import StateMixer
+from kernels.streams import Laurel, StreamEnds, StreamMix
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """One layer, with the products of the same input fused."""
+
+    attention_norm: Norm
+    qkv: AdaptableProjection  # [query_width + 2 * kv_width, hidden_size]
+    head_norms: HeadNorms | None
+    output: AdaptableProjection
+    mlp_norm: Norm
+    mlp: FeedForwardPart | Projection | None  # a mixture of experts is one product from outside; None: there is none
+    attention_post_norm: Norm | None = None
+    mlp_post_norm: Norm | None = None
+    sinks: Tensor | None = None  # [num_heads] scores, see ModelConfig.has_sinks
+    # Of a layer with a state: qkv and output are the products around it; or, if it attends as well, qkv makes the
+    # inputs of both, and this one has an output of its own.
+    mixer: StateMixer | None = None
+    mixer_output: AdaptableProjection | None = None
+    # Of models with LayerExtras:
+    beside: ExpertsBeside | None = None  # experts beside the feed-forward part
+    end: LayerEnd | None = None
+    streams: StreamMix | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderWeights:
+    """A whole model, on one device and in one dtype."""
+
+    embedding: RowLookup  # [vocab_size, embedding_size]
+    positions: Tensor | None  # [position_offset + max_position_embeddings, hidden_size]
+    project_in: Projection | None
+    layers: tuple[LayerWeights, ...]
+    final_norm: Norm | None
+    project_out: Projection | None
+    lm_head: Projection
+    layer_embeddings: LayerEmbeddings | None = None
+    stream_ends: StreamEnds | None = None
+
+    @property
+    def layer_projections(self) -> tuple[Projection, ...]:
+        return tuple(product for layer in self.layers for product in _layer_products(layer))
+
+
+def _layer_products(layer: LayerWeights) -> tuple[Projection, ...]:
+    beside = () if layer.mixer_output is None else (layer.mixer_output,)
+    return (layer.qkv, layer.output, *beside, *_products(layer.mlp))
+
+
+def _products(mlp: FeedForwardPart | Projection | None) -> tuple[Projection, ...]:
+    if mlp is None:
+        return ()
+    return mlp.products if isinstance(mlp, FeedForwardPart) else (mlp,)
+
+
+def leave_rounded_rows_unwritten(weights: DecoderWeights, config: ModelConfig) -> None:
+    """Let norms and gates write only what FP8 products read: no request has adapters, which read the rows
+    themselves."""
+    embedding = weights.embedding
+    unread = torch.full((1, 1), math.nan, dtype=embedding.dtype, device=embedding.device)
+    for layer in weights.layers if config.is_norm_first else ():
+        round_on_the_way(layer, unread)
+
+
+def round_on_the_way(weights: LayerWeights, unread: Tensor | None = None) -> None:
+    """Let norms and gates round what products in FP8 read as they compute it, which a GPU then reads once less."""
+    if isinstance(weights.qkv, Float8Linear):
+        weights.attention_norm.round_results(unread)
+    if isinstance(weights.mlp, FeedForwardPart) and isinstance(weights.mlp.gate_up, Float8Linear):
+        weights.mlp_norm.round_results(unread)
+        if isinstance(weights.mlp.down, Float8Linear):
+            weights.mlp.gate_up.round_results(unread)
+
+
+class ExtraParts(NamedTuple):
+    """What a layer has beyond attention and feed-forward part."""
+
+    end: LayerEnd
+    streams: StreamMix | None
+
+
+class ExtraReader:
+    """Reads them of one model, which has such parts."""
+
+    def __init__(self, config: ModelConfig, extras: LayerExtras, names: ParameterNames, read: ProductReader) -> None:
+        assert names.extras is not None, "a family without these names"
+        self._config, self._extras, self._read = config, extras, read
+        self._names, self._own = names, names.extras
+
+    def queries(self, prefix: str, layer: int) -> AdaptableProjection:
+        """Return the product of a layer's queries, and of its keys and values if it has any."""
+        config, width = self._config, self._config.hidden_size
+        kv_heads, head_dim = config.heads_of(layer)
+        count = own_products(config, self._extras, layer)
+        modules = [prefix + name for name in self._names.qkv[:count]]
+        rows = [config.num_heads * head_dim, kv_heads * head_dim, kv_heads * head_dim][:count]
+        if count == 2:  # values are made of what makes keys
+            modules, rows = [*modules, modules[1]], [*rows, rows[1]]
+        return self._read.linear(modules, rows, width, has_bias=False)
+
+    def output(self, prefix: str, layer: int) -> AdaptableProjection:
+        _, head_dim = self._config.heads_of(layer)
+        width = self._config.hidden_size
+        return self._read.linear([prefix + self._names.output], [width], self._config.num_heads * head_dim, False)
+
+    def head_norms(self, prefix: str, layer: int) -> HeadNorms:
+        config, head_dim = self._config, self._config.heads_of(layer).head_dim
+        ones = torch.ones(head_dim, dtype=self._read.dtype, device=self._read.device)
+        queries = self._read.tensor(f"{prefix}{self._names.query_norm}.weight", head_dim)
+        keys = ones
+        if layer in config.cached_layers:
+            keys = self._read.tensor(f"{prefix}{self._names.key_norm}.weight", head_dim)
+        return HeadNorms(queries, keys, config.norm_eps, self._read.dtype, values=ones)
+
+    def feed_forward(self, prefix: str, layer: int) -> Projection | None:
+        """Return a layer's feed-forward part; None: it is as that of any other family."""
+        sparsity = self._extras.sparsities[layer] if self._extras.sparsities else 0.0
+        if not sparsity:
+            return None
+        inner, width = inner_size(self._config, layer), self._config.hidden_size
+        modules = [prefix + name for name in self._names.gate_up]
+        gate_up = self._read.linear(modules, [inner, inner], width, False)
+        down = self._read.linear([prefix + self._names.down], [width], inner, False)
+        return SparseFeedForward(gate_up, down, self._gated(), sparsity)
+
+    def beside(self, prefix: str, experts: Projection) -> ExpertsBeside:
+        assert isinstance(experts, Experts | SortedExperts), "experts that are not routed by their own router"
+        before, behind = (self._norm(prefix + name) for name in self._own.expert_norms)
+        return ExpertsBeside(self._norm(prefix + self._own.dense_norm), experts, (before, behind))
+
+    def parts(self, prefix: str) -> ExtraParts:
+        extras, names, width = self._extras, self._own, self._config.hidden_size
+        gate = None
+        if extras.embedding_width:
+            gate = EmbeddingGate(
+                self._read.linear([prefix + names.embedding_gate], [extras.embedding_width], width, False),
+                self._read.linear([prefix + names.embedding_output], [width], extras.embedding_width, False),
+                self._norm(prefix + names.embedding_output_norm),
+                self._gated(),
+            )
+        scale = self._read.tensor(prefix + names.scale, 1) if extras.has_scales else None
+        return ExtraParts(LayerEnd(gate, scale), self._streams(prefix) if extras.num_streams > 1 else None)
+
+    def _streams(self, prefix: str) -> StreamMix:
+        extras, names, width, count = self._extras, self._own, self._config.hidden_size, self._extras.num_streams
+        left, right = names.laurel
+        laurel = Laurel(
+            self._read.linear([prefix + left], [extras.laurel_rank], width, False),
+            self._read.linear([prefix + right], [width], extras.laurel_rank, False),
+            self._norm(prefix + names.laurel_norm),
+        )
+        scale = self._read.tensor(prefix + names.corrected_scale, width)
+        return StreamMix(
+            (self._norm(prefix + names.stream_norm), self._weight(prefix + names.stream_router, count, width)),
+            self._weight(prefix + names.predictions, count**2, count),
+            self._weight(prefix + names.corrections, count, count),
+            scale if extras.scales_corrected else None,
+            laurel,
+        )
+
+    def layer_embeddings(self, prefix: str) -> LayerEmbeddings | None:
+        extras, names, num_layers = self._extras, self._own, self._config.num_layers
+        if not extras.embedding_width:
+            return None
+        width = num_layers * extras.embedding_width
+        table = self._read.tensor(f"{prefix}{names.embedding_table}.weight", extras.embedding_vocab, width)
+        product = self._read.linear([prefix + names.embedding_projection], [width], self._config.hidden_size, False)
+        norm = self._norm(prefix + names.embedding_norm, extras.embedding_width)
+        return LayerEmbeddings(
+            partial(table.index_select, 0), product, norm, num_rows=extras.embedding_vocab, num_layers=num_layers
+        )
+
+    def stream_ends(self, prefix: str) -> StreamEnds | None:
+        """Return what makes streams, and one of them again; None: there is one."""
+        width, count = self._config.hidden_size, self._extras.num_streams - 1
+        if not count:
+            return None
+        names = (self._own.widening, self._own.narrowing)
+        widening, narrowing = (
+            [self._read.linear([prefix + name.format(stream=stream)], [width], width, False) for stream in range(count)]
+            for name in names
+        )
+        return StreamEnds(widening, narrowing)
+
+    def _gated(self) -> Gated:
+        return Gated(self._config.activation.value, self._read.dtype, self._read.device)
+
+    def _weight(self, module: str, rows: int, columns: int) -> Tensor:
+        return self._read.tensor(f"{module}.weight", rows, columns)
+
+    def _norm(self, module: str, width: int | None = None) -> RmsNorm:
+        weight = self._read.tensor(f"{module}.weight", width or self._config.hidden_size)
+        return RmsNorm(weight, self._config.norm_eps, self._read.dtype)
+
 
 _EPS = 1e-6  # of the norms of short rows, whatever config.json has for the others
 
@@ -67,15 +278,6 @@ def latent_queries(
         _norm(read, prefix + names.latent_norm, latent.rank),
         HeadProducts(keys.mT),
     )
-
-
-def latent_output(
-    read: ProductReader, config: ModelConfig, latent: LatentConfig, names: ParameterNames, prefix: str
-) -> LatentOutput:
-    _, values = _heads_of_latent(read, config, latent, prefix + names.heads_of_latent)
-    width = config.num_heads * latent.value_dim
-    output = read.linear([prefix + names.output], [config.hidden_size], width, has_bias=False)
-    return LatentOutput(HeadProducts(values), output, latent.row_width)
 
 
 def _heads_of_latent(
@@ -286,7 +488,11 @@ class _WeightAssembler:
     def _output(self, prefix: str) -> AdaptableProjection:
         config, module = self._config, prefix + self._names.output
         if config.latent is not None:
-            return latent_output(self._read, config, config.latent, self._names, prefix)
+            latent = config.latent
+            _, values = _heads_of_latent(self._read, config, latent, prefix + self._names.heads_of_latent)
+            width = config.num_heads * latent.value_dim
+            output = self._read.linear([prefix + self._names.output], [config.hidden_size], width, has_bias=False)
+            return LatentOutput(HeadProducts(values), output, latent.row_width)
         return self._read.linear([module], [config.hidden_size], config.query_width, config.has_output_bias)
 
     def _projection(self, name: str, rows: int) -> Projection:

@@ -4,8 +4,12 @@ from typing import Any
 
 import pytest
 
-from alignedserve.api.anthropic.bodies import BodyParser, MessagesRequest
-from alignedserve.api.anthropic.message_request import conversation_of_message, message_spec
+from alignedserve.api.anthropic.message_request import (
+    BodyParser,
+    MessagesRequest,
+    conversation_of_message,
+    message_spec,
+)
 from alignedserve.api.conversation import Conversation, template_messages
 from alignedserve.core.errors import InvalidRequest
 from tests.support.marks import each

@@ -19,8 +19,8 @@ from alignedserve.runtime.attention.libraries import (
     best_libraries,
     choose_prompts,
 )
-from alignedserve.runtime.device import verdicts
-from alignedserve.runtime.device.device_work import working
+from alignedserve.runtime.device import devices
+from alignedserve.runtime.device.accelerator import working
 from tests.support.prompt_setups import WINDOW, layout, setup_of
 
 
@@ -110,7 +110,7 @@ def test_a_file_that_someone_else_wrote_decides_nothing(content: bytes, checks: 
 def test_after_the_device_has_failed_the_next_process_does_without_the_library_in_use(
     checks: Checks, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(verdicts, "_suspects", {})
+    monkeypatch.setattr(devices, "_suspects", {})
     checks.answers = {"good": GOOD, "whole": WHOLE_ALONE}
     assert checks.choose(setup_of(), "good", "whole").paged == "good"
     with pytest.raises(DeviceLost), working(torch.device("cuda:0")):

@@ -13,7 +13,7 @@ from alignedserve.config.sections import EngineConfig, ModelSectionConfig
 from alignedserve.core.errors import ConfigError, NotEnoughMemory
 from alignedserve.runtime.device import devices
 from alignedserve.runtime.device.devices import cuda_obstacle, driver_version, fitting_torch, remarks, worker_devices
-from alignedserve.runtime.engine import model_loading
+from alignedserve.runtime.engine import worker_engine
 from alignedserve.runtime.engine.engine_sizes import EngineSizes
 from alignedserve.runtime.engine.model_executor import ModelExecutor
 from alignedserve.runtime.model.served_model import resolve_model
@@ -79,8 +79,8 @@ def test_on_a_gpu_weights_and_cache_are_bfloat16_unless_told_otherwise() -> None
 
 
 def refused(monkeypatch: pytest.MonkeyPatch, device: str, free: int, others: int = 0) -> str:
-    monkeypatch.setattr(model_loading, "free_bytes", lambda _: free)
-    monkeypatch.setattr(model_loading, "used_by_others", lambda _: others)
+    monkeypatch.setattr(worker_engine, "free_bytes", lambda _: free)
+    monkeypatch.setattr(worker_engine, "used_by_others", lambda _: others)
     served = dataclasses.replace(resolve_model(ModelSectionConfig()), has_random_weights=True)
     with pytest.raises(NotEnoughMemory) as caught:
         ModelExecutor(served, EngineSizes(2048 * MIB, 4, 16, 1, device=device))

@@ -17,13 +17,13 @@ from alignedserve.messages.handshake import Role
 from alignedserve.messages.iterations import BlocksOffloaded, OffloadBlocks, RunIteration
 from alignedserve.process.links import Identity
 from alignedserve.process.worker_threads import WorkerThreads
-from alignedserve.runtime.device.device_work import copying, working
+from alignedserve.runtime.device.accelerator import copying, working
 from alignedserve.runtime.engine.engine import Engine
 from alignedserve.runtime.engine.engine_sizes import EngineSizes
 from alignedserve.runtime.engine.model_executor import ModelExecutor
-from alignedserve.runtime.kv.block_copier import BlockCopier
 from alignedserve.runtime.kv.block_runs import BlockIds
 from alignedserve.runtime.kv.block_storage import BlockStorage
+from alignedserve.runtime.kv.candidate_memory import BlockCopier
 from alignedserve.runtime.kv.shm_arena import Arena
 from alignedserve.runtime.model.served_model import resolve_model
 from kernels.cpu.block_copies import BlockList

@@ -10,9 +10,9 @@ import torch
 
 from alignedserve.runtime.device.cuda_driver import CudaDriver
 from alignedserve.runtime.device.registered_memory import CHUNK_BYTES, RegisteredMemory
-from alignedserve.runtime.kv.block_codecs import HostRows
 from alignedserve.runtime.kv.direct_copies import DirectCopies, HostSide
 from alignedserve.runtime.kv.shm_arena import Arena
+from alignedserve.runtime.kv.staged_copies import HostRows
 from tests.harnesses.transfer import layout_of
 from tests.support.devices.cpu_accelerator import CpuAccelerator
 from tests.support.devices.device_stand_in import Machine

@@ -16,8 +16,8 @@ from alignedserve.cluster.nodes.ray_nodes import RayNode
 from alignedserve.core.errors import ConfigError
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import SampledToken, TokenLogprob
-from alignedserve.runtime.device import verdicts
-from alignedserve.runtime.device.verdicts import obstacle_on, require_kinds
+from alignedserve.runtime.device import devices
+from alignedserve.runtime.device.devices import obstacle_on, require_kinds
 from alignedserve.runtime.device_check import choice as choices
 from alignedserve.runtime.device_check.choice import DeviceChoice, choose_device
 from alignedserve.runtime.device_check.self_check import _difference
@@ -91,13 +91,13 @@ def test_it_is_repeated_where_anything_has_changed(
 ) -> None:
     assert obstacle_on("cuda:0", tmp_path, PASSES) is None
     if changed == "driver":
-        monkeypatch.setattr(verdicts, "driver_version", lambda: "999.1")
+        monkeypatch.setattr(devices, "driver_version", lambda: "999.1")
     elif changed == "torch":
         monkeypatch.setattr(torch, "__version__", "9.9")
     elif changed == "gpu":
         gpus.properties.uuid = "GPU-2"
     else:
-        monkeypatch.setattr(verdicts, "code_digest", lambda: "other")
+        monkeypatch.setattr(devices, "code_digest", lambda: "other")
     assert obstacle_on("cuda:0", tmp_path, (sys.executable, "-c", "raise SystemExit(3)")) is not None
 
 
@@ -142,7 +142,7 @@ def test_a_folder_that_cannot_be_written_costs_only_time(tmp_path: Path) -> None
 
 
 def test_the_digest_covers_every_room_of_the_engine() -> None:
-    names = {"/".join(path.parts[-3:]) for path in verdicts.code_files()}
+    names = {"/".join(path.parts[-3:]) for path in devices.code_files()}
     assert {"engine/steps/step_passes.py", "engine/sampling/sampler.py", "kernels/gpu/__init__.py"} <= names
 
 

@@ -11,13 +11,12 @@ from torch import Tensor
 
 from alignedserve.config.sections import ModelSectionConfig
 from alignedserve.core.ids import BlockId, RequestId
-from alignedserve.runtime.encoder.encoder import Encoder
-from alignedserve.runtime.encoder.prompt_attention import prompt_attention
+from alignedserve.runtime.encoder.encoder import Encoder, prompt_attention
 from alignedserve.runtime.encoder.prompt_batch import EncoderPrompt, PromptBatch
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.model.encoder.encoder_weights import load_encoder_weights
 from alignedserve.runtime.model.served_model import resolve_model
-from kernels.cpu.int8_linear import Int8Linear
+from kernels.cpu.packed_linear import Int8Linear
 from tests.support.models.tiny_encoders import TINY_ENCODERS, make_tiny_encoder, write_sentence_files
 
 BLOCK_SIZE = 16

@@ -14,7 +14,7 @@ from alignedserve.runtime.attention.backend import TRITON
 from alignedserve.runtime.device.streams import CudaStreams
 from alignedserve.runtime.engine.forward.decoder import Decoder
 from alignedserve.runtime.engine.swap_space import SwapSpace
-from alignedserve.runtime.model.hf_config import parse_model_config
+from alignedserve.runtime.model.model_files import parse_model_config
 from alignedserve.runtime.model.weight_files import load_weights
 from tests.support.fake_cuda import FakeCuda, fake_cuda
 from tests.support.fake_cuda.quick_kernels import quick_kernels

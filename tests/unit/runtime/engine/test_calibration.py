@@ -17,7 +17,7 @@ from alignedserve.runtime.engine import measured_iterations
 from alignedserve.runtime.engine.forward.decoder import Decoder
 from alignedserve.runtime.engine.measured_iterations import KeptCalibration, measure_iterations
 from alignedserve.runtime.engine.swap_space import SwapSpace
-from alignedserve.runtime.model.hf_config import parse_model_config
+from alignedserve.runtime.model.model_files import parse_model_config
 from alignedserve.runtime.model.weight_files import load_weights
 from alignedserve.scheduling.factory import calibration_s, make_scheduler
 from alignedserve.scheduling.policy import IterationLimits

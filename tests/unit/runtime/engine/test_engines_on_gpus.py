@@ -17,7 +17,7 @@ from alignedserve.runtime.device.streams import CudaStreams
 from alignedserve.runtime.engine.forward.decoder import Decoder
 from alignedserve.runtime.engine.steps.step_passes import CudaCapture
 from alignedserve.runtime.engine.swap_space import SwapSpace
-from alignedserve.runtime.model.hf_config import parse_model_config
+from alignedserve.runtime.model.model_files import parse_model_config
 from alignedserve.runtime.model.weights.weight_loader import assemble_weights
 from alignedserve.runtime.model.weights.weight_source import RandomSource
 from tests.support.devices.memory_drivers import StandInCuda

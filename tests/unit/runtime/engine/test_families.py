@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from alignedserve.runtime.model.families.table import FAMILIES
-from alignedserve.runtime.model.hf_config import read_model_config
+from alignedserve.runtime.model.model_files import read_model_config
 from tests.support.models.tiny_engines import (
     LogitsProbe,
     TinyEngine,

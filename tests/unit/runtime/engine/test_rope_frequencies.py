@@ -8,10 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from alignedserve.runtime.engine.forward.decoder import Decoder
-from alignedserve.runtime.engine.forward.rope_frequencies import inverse_frequencies
+from alignedserve.runtime.engine.forward.decoder import Decoder, inverse_frequencies
 from alignedserve.runtime.model.decoder.model_config import ModelConfig
-from alignedserve.runtime.model.hf_config import parse_model_config
+from alignedserve.runtime.model.model_files import parse_model_config
 from tests.support.models.tiny_engines import LogitsProbe, random_tokens, tiny_decoder
 from tests.support.models.tiny_models import make_tiny_model, transformers_library
 

@@ -5,7 +5,7 @@ import torch
 
 from alignedserve.runtime.attention.backend import AUTO, TORCH
 from alignedserve.runtime.engine.forward.decoder import Decoder
-from alignedserve.runtime.model.hf_config import parse_model_config
+from alignedserve.runtime.model.model_files import parse_model_config
 from alignedserve.runtime.model.weight_files import load_weights
 from kernels.cpu.native import supported_levels
 from tests.support.models.tiny_engines import TinyEngine, random_tokens

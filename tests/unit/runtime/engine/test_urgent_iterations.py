@@ -21,14 +21,12 @@ from alignedserve.process.worker_threads import WorkerThreads
 from alignedserve.runtime.device import shared_device
 from alignedserve.runtime.device.shared_device import SharedDevice
 from alignedserve.runtime.device.streams import HostEvent, HostStream
-from alignedserve.runtime.engine import engine, model_executor, urgent_iterations
-from alignedserve.runtime.engine.device_turns import DeviceTurns
+from alignedserve.runtime.engine import engine, model_executor
 from alignedserve.runtime.engine.engine_sizes import EngineSizes
-from alignedserve.runtime.engine.model_executor import ModelExecutor
+from alignedserve.runtime.engine.model_executor import DeviceTurns, ModelExecutor, PassPace, UrgentIterations
 from alignedserve.runtime.engine.sampling.sampler import logprob_entries
 from alignedserve.runtime.engine.steps import step as step_launch
 from alignedserve.runtime.engine.steps import step_passes as prompt_results
-from alignedserve.runtime.engine.urgent_iterations import PassPace, UrgentIterations
 from alignedserve.runtime.model.served_model import resolve_model
 from tests.support.devices.memory_drivers import StandInCuda
 from tests.support.fake_cuda import fake_cuda
@@ -80,7 +78,7 @@ async def test_it_runs_within_the_pass_and_no_other_within_it() -> None:
 
 
 async def test_what_has_come_meanwhile_does_not_wait_for_another_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(urgent_iterations, "_ANSWER_S", 60.0)  # however late the loop hears of the first
+    monkeypatch.setattr(model_executor, "_ANSWER_S", 60.0)  # however late the loop hears of the first
     one = Pass()
     one.add("first", then=lambda _: one.add("second"))
     expected = ["layer 0", "first, within True", "second, within True", "layer 1", "layer 2"]
@@ -117,7 +115,7 @@ async def on_a_gpu() -> AsyncIterator[ModelExecutor]:
 def _without_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Times of iterations are of their thread alone: parts add up, however often others have its core in between."""
     of_thread = SimpleNamespace(monotonic=time.thread_time, perf_counter=time.thread_time)
-    for module in (engine, model_executor, step_launch, urgent_iterations):
+    for module in (engine, model_executor, step_launch):
         monkeypatch.setattr(module, "time", of_thread)
 
 

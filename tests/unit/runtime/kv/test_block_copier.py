@@ -20,7 +20,7 @@ from alignedserve.messages.iterations import (
     RelayBlocks,
 )
 from alignedserve.process.worker_threads import WorkerThreads
-from alignedserve.runtime.kv.block_copier import BlockCopier
+from alignedserve.runtime.kv.candidate_memory import BlockCopier
 from alignedserve.runtime.kv.shm_arena import Arena
 from tests.harnesses.transfer import CLIENT, content, filled, layout_of
 from tests.support.samples import DECODE, POOL, R1, blocks

@@ -20,9 +20,9 @@ from alignedserve.runtime.kv.buffer_budget import BufferBudget
 from alignedserve.runtime.kv.candidate_memory import CandidateMemory
 from alignedserve.runtime.kv.shm_arena import Arena
 from alignedserve.runtime.kv.staged_copies import CopyLanes
-from alignedserve.runtime.kv.transfers.device_buffer import DeviceBuffer
 from alignedserve.runtime.kv.transfers.kv_transfer import FetchRequest, OffloadRequest
 from alignedserve.runtime.kv.transfers.registry import open_transfer
+from alignedserve.runtime.kv.transfers.requests import DeviceBuffer
 from tests.harnesses.transfer import layout_of
 from tests.support.devices.device_stand_in import Machine, StandInDevice
 from tests.support.samples import DECODE, PREFILL, blocks

@@ -9,10 +9,9 @@ from alignedserve.runtime.device.streams import Stream
 from alignedserve.runtime.kv.candidate_memory import LentRows
 from alignedserve.runtime.kv.staged_copies import CopyLanes
 from alignedserve.runtime.kv.transfers.block_server import BlockServer
-from alignedserve.runtime.kv.transfers.device_buffer import DeviceBuffer
 from alignedserve.runtime.kv.transfers.kv_transfer import FetchRequest, OffloadRequest
 from alignedserve.runtime.kv.transfers.process_pair import open_channel
-from alignedserve.runtime.kv.transfers.requests import ChannelTransfer, IpcTransfer
+from alignedserve.runtime.kv.transfers.requests import ChannelTransfer, DeviceBuffer, IpcTransfer
 from tests.harnesses.transfer import CLIENT, OWNER, content, filled, layout_of
 from tests.support.devices.device_stand_in import LINK, DeviceTensor, Machine, Refused, StandInDevice, StandInStorage
 from tests.support.samples import blocks

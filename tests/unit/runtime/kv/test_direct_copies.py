@@ -10,11 +10,11 @@ import torch
 
 from alignedserve.runtime.device.accelerator import CudaAccelerator
 from alignedserve.runtime.device.streams import DeviceStreams, HostStreams
-from alignedserve.runtime.kv.device_pieces import DevicePieces
+from alignedserve.runtime.kv.block_storage import DevicePieces
 from alignedserve.runtime.kv.direct_copies import DirectCopies, HostSide, PeerSide
 from alignedserve.runtime.kv.shm_arena import Arena
 from alignedserve.runtime.kv.staged_copies import CopyLanes
-from alignedserve.runtime.kv.transfers.shm_transfer import ShmTransfer
+from alignedserve.runtime.kv.transfers.local_transfer import ShmTransfer
 from kernels.cpu.block_copies import BlockList, digest_blocks
 from tests.harnesses.transfer import filled, layout_of
 from tests.support.devices.checked_streams import CheckedStreams

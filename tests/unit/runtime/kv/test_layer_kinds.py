@@ -12,9 +12,8 @@ from alignedserve.core.block_layout import BlockLayout, LayerHeads
 from alignedserve.messages.iterations import Swap, Swaps
 from alignedserve.runtime.device.streams import HostStreams
 from alignedserve.runtime.engine.swap_space import SlotSwapSpace, SwapSpace
-from alignedserve.runtime.kv.block_storage import BlockStorage
-from alignedserve.runtime.kv.layer_kind import LayerKind
-from alignedserve.runtime.model.hf_config import read_model_config
+from alignedserve.runtime.kv.block_storage import BlockStorage, LayerKind
+from alignedserve.runtime.model.model_files import read_model_config
 from tests.support.samples import R1, blocks
 
 NUM_BLOCKS, BLOCK_SIZE = 6, 4

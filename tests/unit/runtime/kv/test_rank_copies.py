@@ -15,7 +15,7 @@ from alignedserve.core.errors import TransportUnavailable
 from alignedserve.messages.caches import ArenaOffered, BlockCopy
 from alignedserve.messages.handshake import Role
 from alignedserve.process.links import Identity
-from alignedserve.runtime.engine.ranks.rank_copies import FollowerCopies, FrameCount, GroupCopies
+from alignedserve.runtime.engine.ranks.rank_group import FollowerCopies, FrameCount, GroupCopies
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.kv.shm_arena import Arena, ArenaPart
 from alignedserve.runtime.kv.transfers.block_server import BlockServer

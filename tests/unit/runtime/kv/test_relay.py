@@ -9,10 +9,9 @@ import torch
 from alignedserve.messages.caches import BlockCopy
 from alignedserve.runtime.kv.block_checksums import source_blocks
 from alignedserve.runtime.kv.shm_arena import Arena
-from alignedserve.runtime.kv.transfers.device_buffer import DeviceBuffer
 from alignedserve.runtime.kv.transfers.kv_transfer import FetchRequest, OffloadRequest
-from alignedserve.runtime.kv.transfers.local_transfer import OwnBufferTransfer, relay
-from alignedserve.runtime.kv.transfers.shm_transfer import ShmTransfer
+from alignedserve.runtime.kv.transfers.local_transfer import OwnBufferTransfer, ShmTransfer, relay
+from alignedserve.runtime.kv.transfers.requests import DeviceBuffer
 from tests.harnesses.transfer import NUM_POOL_BLOCKS, changed, content, filled, layout_of, run_of
 from tests.support.devices.cpu_accelerator import cpu_lanes
 from tests.support.devices.memory_drivers import NotedDriver

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from alignedserve.runtime.device.arrays import ArrayPacking, FixedArrays, to_device
 from alignedserve.runtime.device.streams import DeviceStreams, HostStreams
-from alignedserve.runtime.kv.block_codecs import exact_codec
 from alignedserve.runtime.kv.direct_copies import PendingCopies
-from alignedserve.runtime.kv.staged_copies import StagedCopies
+from alignedserve.runtime.kv.staged_copies import StagedCopies, exact_codec
 from tests.support.devices.checked_streams import CheckedStreams
 from tests.support.devices.cpu_accelerator import CpuAccelerator
 

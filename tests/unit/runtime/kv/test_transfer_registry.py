@@ -14,10 +14,10 @@ from alignedserve.runtime.kv.shm_arena import Arena
 from alignedserve.runtime.kv.transfers.block_server import BlockServer
 from alignedserve.runtime.kv.transfers.host_blocks import ArenaBuffer
 from alignedserve.runtime.kv.transfers.kv_transfer import KVTransfer
+from alignedserve.runtime.kv.transfers.local_transfer import ShmTransfer
 from alignedserve.runtime.kv.transfers.process_pair import open_channel
 from alignedserve.runtime.kv.transfers.registry import open_transfer
 from alignedserve.runtime.kv.transfers.requests import ChannelTransfer
-from alignedserve.runtime.kv.transfers.shm_transfer import ShmTransfer
 from tests.harnesses.transfer import CLIENT, OWNER, filled, layout_of
 
 LAYOUT = layout_of("float32")

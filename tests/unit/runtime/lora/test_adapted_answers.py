@@ -12,7 +12,7 @@ from alignedserve.core.request import SamplingParams
 from alignedserve.runtime.engine.forward.decoder import Decoder
 from alignedserve.runtime.engine.forward.forward_batch import ForwardBatch
 from alignedserve.runtime.engine.forward.native_pass import NativePass
-from alignedserve.runtime.lora.adapter_config import read_adapter_files
+from alignedserve.runtime.lora.adapter_check import read_adapter_files
 from alignedserve.runtime.lora.adapter_weights import load_adapter
 from kernels.cpu.decode_pass import decode_pass_available
 from kernels.lora import AdapterMatrices

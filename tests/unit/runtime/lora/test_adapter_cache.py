@@ -14,8 +14,7 @@ from alignedserve.core.request import LoraAdapter
 from alignedserve.messages.gateways import AbortRequest
 from alignedserve.messages.workers import PrefillRequest
 from alignedserve.runtime.device_check.self_check import MODEL
-from alignedserve.runtime.lora.adapter_cache import AdapterCache
-from alignedserve.runtime.lora.sequence_adapters import SequenceAdapters
+from alignedserve.runtime.lora.adapter_cache import AdapterCache, SequenceAdapters
 from kernels.addend_layout import ProductShape
 from kernels.lora import AdapterMatrices
 from tests.support.samples import request

@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 from alignedserve.config.sections import LoraConfig, ModelSectionConfig
 from alignedserve.core.errors import AdapterError, ConfigError
 from alignedserve.core.request import LoraAdapter
-from alignedserve.runtime.lora.adapter_folders import find_adapter, read_adapter, with_adapters
 from alignedserve.runtime.lora.adapter_weights import load_adapter
+from alignedserve.runtime.lora.loaded_adapters import find_adapter, read_adapter, with_adapters
 from alignedserve.runtime.model.decoder.model_config import ModelConfig
 from alignedserve.runtime.model.model_files import read_config
 from alignedserve.runtime.model.served_model import resolve_model

@@ -9,17 +9,18 @@ import pytest
 from alignedserve.config.sections import LoraConfig
 from alignedserve.core.errors import AdapterError
 from alignedserve.core.request import LoraAdapter
-from alignedserve.runtime.lora.adapter_folders import find_adapter, with_adapters
 from alignedserve.runtime.lora.loaded_adapters import (
     Changes,
     carry_over,
     exchange,
+    find_adapter,
     loaded_file,
     loaded_of,
     merged,
     read_changes,
     read_loaded,
     settle_carried,
+    with_adapters,
     with_loaded,
     without_loaded,
     write_changes,

@@ -11,7 +11,7 @@ from alignedserve.config.sections import EngineConfig, ModelSectionConfig
 from alignedserve.core.errors import AlignedServeError, ConfigError, ModelError
 from alignedserve.runtime.model.encoder.encoder_config import HeadActivation, Pooling
 from alignedserve.runtime.model.encoder.encoder_weights import load_encoder_weights
-from alignedserve.runtime.model.hf_config import read_any_config
+from alignedserve.runtime.model.model_files import read_any_config
 from alignedserve.runtime.model.served_model import ServedModel, resolve_model
 from tests.support.models.tiny_encoders import make_tiny_encoder, write_sentence_files, write_tokenizer
 

@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from alignedserve.core.errors import ModelError
-from alignedserve.runtime.engine.forward.rope_frequencies import inverse_frequencies
+from alignedserve.runtime.engine.forward.decoder import inverse_frequencies
 from alignedserve.runtime.model.decoder.decoder_parts import RopeConfig
-from alignedserve.runtime.model.hf_config import parse_model_config
+from alignedserve.runtime.model.model_files import parse_model_config
 from tests.support.marks import each
 from tests.support.models.tiny_engines import logits_of, random_tokens, tiny_decoder
 from tests.support.models.tiny_models import make_tiny_model, transformers_library

@@ -11,7 +11,7 @@ import yaml
 
 from alignedserve.core.errors import ModelError, ModelNotFound, UnsupportedModel
 from alignedserve.runtime.model.decoder.decoder_parts import Activation, RopeScaling
-from alignedserve.runtime.model.hf_config import parse_model_config, read_model_config
+from alignedserve.runtime.model.model_files import parse_model_config, read_model_config
 from tests.support.marks import each
 from tests.support.models.tiny_models import TINY_MODELS, make_tiny_model
 
@@ -239,5 +239,5 @@ def test_a_word_that_is_no_folder_is_answered_with_the_short_names_that_it_may_m
 
 
 def test_reading_a_config_does_not_import_torch() -> None:
-    program = "import sys, alignedserve.runtime.model.hf_config; sys.exit('torch' in sys.modules)"
+    program = "import sys, alignedserve.runtime.model.model_files; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

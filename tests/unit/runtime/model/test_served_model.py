@@ -13,7 +13,7 @@ from alignedserve.config.sections import ModelSectionConfig
 from alignedserve.core.errors import ConfigError, ModelError, ModelNotFound
 from alignedserve.runtime.model import named_models as built_in
 from alignedserve.runtime.model.device_kinds import BLOCKS, KINDS, RINGS, kinds_of
-from alignedserve.runtime.model.hf_config import parse_model_config
+from alignedserve.runtime.model.model_files import parse_model_config
 from alignedserve.runtime.model.named_models import POCKET, pocket_folder
 from alignedserve.runtime.model.served_model import ServedModel, load_tokenizer, resolve_model
 from tests.support.models.tiny_gguf import write_tiny_gguf

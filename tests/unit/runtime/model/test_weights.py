@@ -17,13 +17,13 @@ from typing_extensions import override
 
 from alignedserve.core.errors import ModelError, UnsafeWeights
 from alignedserve.runtime.engine.forward.decoder import Decoder
-from alignedserve.runtime.model.hf_config import read_model_config
+from alignedserve.runtime.model.model_files import read_model_config
 from alignedserve.runtime.model.weight_files import load_weights
 from alignedserve.runtime.model.weights.safetensors_source import SafetensorsSource
 from alignedserve.runtime.model.weights.weight_loader import assemble_weights
 from alignedserve.runtime.model.weights.weight_source import BlockLookup, WeightSource
 from kernels.block_values import unpack_rows
-from kernels.sorted_experts import SortedExperts
+from kernels.grouped_linear import SortedExperts
 from lab.profiling.shapes import SHAPES
 from tests.support.marks import each
 from tests.support.models.tiny_engines import TinyEngine, logits_of, random_tokens, reference_choices, tiny_decoder

@@ -15,7 +15,7 @@ from alignedserve.runtime.model.sharding.tensor_shard import Span, TensorShard, 
 from alignedserve.runtime.model.weights import safetensors_source
 from alignedserve.runtime.model.weights.packed_products import GroupedRows
 from alignedserve.runtime.model.weights.safetensors_source import SafetensorsSource
-from alignedserve.runtime.model.weights.sharded_source import packed_region
+from alignedserve.runtime.model.weights.weight_source import packed_region
 from kernels.grouped_linear import GroupedWeight, Numbers
 from tests.support.models.tiny_models import make_tiny_model
 

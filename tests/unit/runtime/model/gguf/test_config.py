@@ -11,9 +11,8 @@ from alignedserve.config.sections import ModelSectionConfig
 from alignedserve.core.errors import ModelError, ModelNotFound, UnsupportedModel
 from alignedserve.gguf.file import GgufFile
 from alignedserve.runtime.model.gguf.config import gguf_config
-from alignedserve.runtime.model.model_files import check_weight_files, read_config
+from alignedserve.runtime.model.model_files import check_weight_files, read_config, stored_weights
 from alignedserve.runtime.model.served_model import resolve_model
-from alignedserve.runtime.model.stored_weights import stored_weights
 from tests.support.models.tiny_gguf import write_tiny_gguf as write
 
 

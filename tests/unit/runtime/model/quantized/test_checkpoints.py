@@ -12,9 +12,9 @@ from torch import Tensor
 
 from alignedserve.config.sections import ModelSectionConfig
 from alignedserve.core.errors import ModelError
-from alignedserve.runtime.model.quantized.product_form import Computing
+from alignedserve.runtime.model.model_files import quantized_weights
+from alignedserve.runtime.model.quantized.layout import Computing
 from alignedserve.runtime.model.served_model import ServedModel, resolve_model
-from alignedserve.runtime.model.stored_weights import quantized_weights
 from benchmarks.engine.throughput import weight_bytes
 from tests.support.models.quantized_checkpoints import FORMATS, quantize_folder
 from tests.support.models.tiny_engines import logits_of, random_tokens, tiny_decoder

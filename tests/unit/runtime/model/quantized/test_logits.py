@@ -9,9 +9,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from alignedserve.runtime.engine.forward.decoder import Decoder
-from alignedserve.runtime.model.model_files import read_config
-from alignedserve.runtime.model.quantized.product_form import Computing
-from alignedserve.runtime.model.stored_weights import quantized_weights
+from alignedserve.runtime.model.model_files import quantized_weights, read_config
+from alignedserve.runtime.model.quantized.layout import Computing
 from alignedserve.runtime.model.weights import feed_forward_weights
 from kernels.float8_linear import Float8Linear
 from kernels.linear import Linear

@@ -14,11 +14,10 @@ from torch import Tensor
 from alignedserve.config.sections import EngineConfig, ModelSectionConfig
 from alignedserve.core.errors import ModelError
 from alignedserve.runtime.engine.forward.decoder import Decoder
-from alignedserve.runtime.model.model_files import read_config
-from alignedserve.runtime.model.quantized.product_form import Computing
+from alignedserve.runtime.model.model_files import quantized_weights, read_config
+from alignedserve.runtime.model.quantized.layout import Computing
 from alignedserve.runtime.model.served_model import resolve_model
-from alignedserve.runtime.model.stored_weights import quantized_weights
-from kernels.sorted_experts import SortedExperts
+from kernels.grouped_linear import SortedExperts
 from tests.support.models.gpu_weights import weights_as_on_a_gpu
 from tests.support.models.quantized_checkpoints import unpacked_decoder
 from tests.support.models.tiny_engines import logits_of, random_tokens, tiny_decoder

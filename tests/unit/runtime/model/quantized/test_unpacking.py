@@ -8,8 +8,7 @@ from torch import Tensor
 
 from alignedserve.core.json_fields import JsonFields
 from alignedserve.runtime.model.quantized.config import read_quantization
-from alignedserve.runtime.model.quantized.layout import StoredMatrix, stored_matrix
-from alignedserve.runtime.model.quantized.product_form import Computing, ProductForm
+from alignedserve.runtime.model.quantized.layout import Computing, ProductForm, StoredMatrix, stored_matrix
 from alignedserve.runtime.model.quantized.source import (
     packed_integers,
     read_float8,
