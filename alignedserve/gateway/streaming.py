@@ -7,7 +7,6 @@ from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
 from typing import Any, TypeVar
 
-import orjson
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 from typing_extensions import override
@@ -135,9 +134,8 @@ async def awake_model(call: Call, body: NamesModel) -> ModelServices:
 def failure_event(error: Exception, *, is_anthropic: bool, request_id: str) -> bytes:
     """Return the last event of a stream that fails."""
     if is_anthropic:
-        body = orjson.dumps(anthropic_error_body(error, request_id=request_id))
-        return b"event: error\ndata: %b\n\n" % body
-    return b"data: %b\n\n" % orjson.dumps(error_body(error))
+        return b"event: error\ndata: %b\n\n" % anthropic_error_body(error, request_id=request_id)
+    return b"data: %b\n\n" % error_body(error)
 
 
 class TimedSender:

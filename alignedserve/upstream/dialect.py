@@ -2,7 +2,7 @@
 
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any
@@ -21,6 +21,7 @@ _MAX_MODELS = 256
 _NAME = re.compile(r"[\x21-\x7e]{1,200}", re.ASCII)
 _DONE = b"[DONE]"
 _FINISHED = re.compile(rb'"finish_reason"\s*:\s*"')
+_SAYS = re.compile(rb'"(content|text|delta|reasoning_content|reasoning|arguments|partial_json)"\s*:\s*"[^"]')
 _BLANK = re.compile(rb"\r?\n\r?\n")
 _MARKS = re.compile(
     rb'"usage"\s*:\s*\{|"finish_reason"\s*:\s*"|"error"\s*:|\[DONE\]|event:|message_stop|response\.completed'
@@ -217,9 +218,10 @@ class EventCutter:
         self._rest = b""
         self.is_complete = False  # the stream said that it is at its end
         self.is_done = False  # in OpenAI's way
+        self.problem = ""  # after which nothing more of it is passed on
 
     def feed(self, received: bytes) -> bytes:
-        """Return whole events. Raises ProtocolError for an endless one, and for an error of the upstream."""
+        """Return whole events. Raises ProtocolError for an endless one; see `problem`."""
         received = self._rest + received if self._rest else received
         end = max(received.rfind(b"\n\n") + 2, received.rfind(b"\n\r\n") + 3)
         if end < 3:
@@ -232,15 +234,19 @@ class EventCutter:
             self._usage.num_events += count
             self._usage.num_bytes += len(events)
             return events
-        return b"".join(event for event in map(self._read, self._split(events)) if event)
+        return b"".join(self._read_all(events))
+
+    def _read_all(self, events: bytes) -> Iterator[bytes]:
+        for event in _BLANK.split(events):
+            try:
+                yield self._read(event) if event.strip() and not self.problem else b""
+            except ProtocolError as error:
+                self.problem = str(error)
 
     def _hold(self, rest: bytes) -> None:
         if len(rest) > _MAX_EVENT_BYTES:
             raise ProtocolError("it sent an endless event")
         self._rest = rest
-
-    def _split(self, events: bytes) -> list[bytes]:
-        return [event for event in _BLANK.split(events) if event.strip()]
 
     def _read(self, event: bytes) -> bytes:
         lines = event.replace(b"\r\n", b"\n").split(b"\n")
@@ -259,7 +265,7 @@ class EventCutter:
         self._note(chunk, lines)
         if chunk.choices == [] and chunk.usage is not None and not self._shows_usage:
             return b""
-        self._usage.num_events += chunk.choices != [] and (chunk.choices is not None or b"delta" in payload)
+        self._usage.num_events += _SAYS.search(payload) is not None
         self._usage.num_bytes += len(payload)
         return event + b"\n\n"
 

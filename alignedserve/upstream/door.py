@@ -19,11 +19,11 @@ from alignedserve.api.anthropic.message_format import anthropic_error_body
 from alignedserve.api.backend.interface import ReadinessProbe, RequestStream
 from alignedserve.api.errors import (
     GenerationError,
+    Loop,
     Overloaded,
     TimedOut,
     Unavailable,
     error_body,
-    error_json,
     http_error_of,
     refuse,
 )
@@ -272,12 +272,11 @@ class Door:
         """Answer a call by an upstream. Raises InvalidRequest, GenerationError."""
         doors = call.http.headers.get(LOOP_HEADER, "")
         if self.proxy.door_id in doors.split(",") or len(doors) > _MAX_DOORS_LEN:
-            message = "The request came from this server: an upstream leads back to it."
-            return JsonResponse(error_json(message, "server_error", code="upstream_loop"), 508)
+            raise Loop("The request came from this server: an upstream leads back to it.")
         raw = await receive(call)
         fields = await parsed(raw, call.services, lambda fields: fields)
         model = call.model(_name_of(fields))
-        course = self.course(fields, path, model, call.arrival, {"doors": doors})
+        course = self.course(fields, path, model, call.arrival, doors)
         request = course.job.call.request_class
         call.hold_connection(request)
         usage = course.job.usage
@@ -291,7 +290,7 @@ class Door:
         path: str,
         model: ModelServices,
         arrival: Arrival,
-        more: Mapping[str, str] | None = None,
+        doors: str = "",
     ) -> Course:
         """Return what a body becomes. Raises InvalidRequest: its terms cannot be had."""
         for name in _STATEFUL if path == "/v1/responses" else ():
@@ -332,7 +331,7 @@ class Door:
         headers = {header: arrival.headers[header] for header in _PASSED if header in arrival.headers}
         headers[REQUEST_ID_HEADER] = arrival.request_id
         sent = {**fields, "model": name}
-        return Course(Job(call, path, sent, usage, headers=headers, **(more or {})), request, model, arrival)
+        return Course(Job(call, path, sent, usage, doors, headers), request, model, arrival)
 
 
 def _no_tokenizer() -> Tokenizer:

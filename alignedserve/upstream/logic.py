@@ -229,9 +229,11 @@ class UpstreamLogic:
     def leave(self, call: Call) -> None:
         """Forget a call that still waits. May be repeated."""
         line = self._lines.get((call.model, call.request_class))
-        if line is not None and line.calls.get(call.tenant, {}).pop(call.call_id, None) is not None:
+        calls = line.calls.get(call.tenant) if line is not None else None
+        if line is not None and calls and calls.pop(call.call_id, None) is not None:
             line.shares.stop_waiting(call.tenant)
-            self._tidy(line, call)
+            if not calls:
+                del line.calls[call.tenant]
 
     def starts(self, now: float) -> Iterator[Started]:
         """Yield the calls that start now: chat first."""
@@ -360,7 +362,3 @@ class UpstreamLogic:
             self._beginnings.move_to_end((call.model, name))
         while len(self._beginnings) > _MAX_BEGINNINGS:
             self._beginnings.popitem(last=False)
-
-    def _tidy(self, line: _Line, call: Call) -> None:
-        if not line.calls[call.tenant]:
-            del line.calls[call.tenant]

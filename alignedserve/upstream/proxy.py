@@ -22,6 +22,7 @@ from alignedserve.api.errors import (
     BodyTooLarge,
     GenerationError,
     GenerationFailed,
+    Loop,
     NotFound,
     Overloaded,
     ResourceUnavailable,
@@ -284,8 +285,9 @@ class UpstreamProxy:
             kind = ResourceUnavailable if job.is_document else Overloaded
             raise Again(kind("The upstream server has no capacity now.", retry_after_s=wait_s))
         if status == _LOOP_STATUS:
-            self._down(url, "it is this server itself, or leads back to it", for_good=True)
-            raise Again(Unavailable(_ALL_FAILED))
+            if not job.doors:  # else it is for the first door of the chain to know
+                self._down(url, "it is this server itself, or leads back to it", for_good=True)
+            raise Again(Loop("The upstream server leads back to this one."))
         if status >= 500 or status in (401, 403) or status < 400:
             self._strike(url, f"it answers with status {status}")
             raise Again(Unavailable(_ALL_FAILED) if status >= 500 else GenerationFailed(_ALL_FAILED))
@@ -342,10 +344,13 @@ class UpstreamProxy:
                     raise ProtocolError("its stream is too long")
                 events = cutter.feed(received)
                 if not events:
+                    if cutter.problem:
+                        raise ProtocolError(cutter.problem)
                     continue
                 if call.first_s is None:
                     held += events
                     if len(held) < _HELD_BYTES and says_nothing(held):
+                        usage.num_events = 0
                         continue
                     events, now = held, time.monotonic()
                     self.logic.on_token(call, usage.num_events, now)
@@ -357,6 +362,8 @@ class UpstreamProxy:
                 waits = write(events)
                 if waits is not None:
                     await waits
+                if cutter.problem:
+                    raise ProtocolError(cutter.problem)
             if not cutter.is_complete:
                 raise ProtocolError("its stream ended in the middle")
             if not cutter.is_done and job.path in (_CHAT, "/v1/completions"):

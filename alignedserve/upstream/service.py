@@ -11,7 +11,6 @@ from alignedserve.batches.driver import BatchDriver
 from alignedserve.batches.location import DriverStores, open_driver_stores
 from alignedserve.batches.records import client_of
 from alignedserve.cluster.batch_storage import BatchStorage, open_batch_storage
-from alignedserve.config.environment import trace_headers
 from alignedserve.config.sections import ClusterConfig, GatewayConfig, Observing
 from alignedserve.core.errors import ConfigError, StorageError
 from alignedserve.gateway.files.files_api import FilesApi
@@ -69,8 +68,11 @@ class UpstreamServer:
         *,
         api_keys: Sequence[str] = (),
         upstream_key: str | None = None,
+        observing: Observing | None = None,
     ) -> None:
-        """Raises ConfigError for addresses that cannot be upstreams."""
+        """`upstream_key`: that the upstreams want. `observing`: None: calls are explained, and not traced. Raises
+        ConfigError for addresses that cannot be upstreams."""
+        self._observing = observing
         self.config = config
         self.door = Door(checked_urls(urls, config.gateway), config.gateway, upstream_key)
         self._keys = CurrentKeys()
@@ -98,7 +100,6 @@ class UpstreamServer:
 
     async def _start(self) -> None:
         config = self.config.gateway
-        listener = bind(config.host, config.port)
         await self._watch.look()
         self._tasks.append(start_background(self._watch.run(), "the watch of keys"))
         if self.config.batches.enabled:
@@ -114,7 +115,7 @@ class UpstreamServer:
             keys=self._keys,
             files_api=FilesApi(stores, self.config.batches, self._keys) if stores is not None else None,
             quotas=self._quotas,
-            observing=Observing(self.config.explain, self.config.tracing, trace_headers()),
+            observing=self._observing,
             disks=Disks(places),
             elsewhere=self.door.answer,
         )
@@ -124,7 +125,7 @@ class UpstreamServer:
         self.door.attach(services)
         await self.door.proxy.start()
         self._refuse_differences()
-        self._http = HttpServer(services, listener)
+        self._http = HttpServer(services, bind(config.host, config.port))
         await self._http.start()
         if stores is not None:
             self._tasks.append(

@@ -173,7 +173,7 @@ class _Connection(asyncio.Protocol):
         self.transport.write(head.encode() + body)
 
     async def _answer(self, body: dict[str, Any]) -> None:
-        server, fault = self._server, self._server.fault
+        fault = self._server.fault
         error = {"error": {"message": "secret words of the upstream", "type": "t", "code": "strange"}}
         if fault == "answers nothing":
             return

@@ -13,10 +13,11 @@ from rich.table import Table
 
 from alignedserve.api.work_lanes import favour_the_loop
 from alignedserve.cli.console import chat_command, notes, results
-from alignedserve.cli.keys.commands import check_keys, show_keys, warn_of_strangers
+from alignedserve.cli.keys.commands import check_keys, warn_of_strangers
 from alignedserve.cli.options import ServeOptions
-from alignedserve.config.environment import UPSTREAM_KEY_VARIABLE, api_keys, client_api_key, log_format
+from alignedserve.config.environment import UPSTREAM_KEY_VARIABLE, api_keys, client_api_key, log_format, trace_headers
 from alignedserve.config.model_settings import load_models
+from alignedserve.config.sections import Observing
 from alignedserve.core.errors import ConfigError
 from alignedserve.gateway.connections.limits import raise_file_limit
 from alignedserve.process.heap import settle_heap
@@ -37,7 +38,11 @@ def serve(options: ServeOptions) -> None:
     favour_the_loop()
     raise_file_limit()
     server = UpstreamServer(
-        options.upstream, config, api_keys=api_keys(), upstream_key=client_api_key(UPSTREAM_KEY_VARIABLE)
+        options.upstream,
+        config,
+        api_keys=api_keys(),
+        upstream_key=client_api_key(UPSTREAM_KEY_VARIABLE),
+        observing=Observing(config.explain, config.tracing, trace_headers()),
     )
     gc.disable()
     uvloop.run(_run(server))
@@ -52,7 +57,7 @@ async def _run(server: UpstreamServer) -> None:
     settle_heap()
     config = server.config.gateway
     if sys.stdin is None or not sys.stdin.isatty():
-        loop.add_signal_handler(signal.SIGHUP, lambda: (server.read_again(), show_keys(config)))
+        loop.add_signal_handler(signal.SIGHUP, server.read_again)
     warn_of_strangers(config)
     results().print(_welcome(server))
     try:
