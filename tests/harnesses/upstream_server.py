@@ -120,6 +120,9 @@ class UpstreamServer:
         return {"object": "list", "data": [card]}
 
     def prompt_tokens(self, body: dict[str, Any]) -> int:
+        prompt = body.get("prompt")
+        if isinstance(prompt, list):
+            return len(prompt)
         text = json.dumps(body.get("messages") or body.get("prompt") or body.get("input") or "")
         return self.tokens_per_word * (len(text) // 5 + 1)
 
