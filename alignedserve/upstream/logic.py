@@ -18,20 +18,21 @@ from router.fair_shares import FairShares, cost_of
 
 DOCUMENT, CHAT = RequestClass.BEST_EFFORT, RequestClass.REAL_TIME
 TICK_S = 0.25
-_HIGH, _LOW = 0.8, 0.6  # parts of an objective: documents give way above the first, and grow below the second
-_SETTLE_S = 2.0  # from one change of an allowance until its effect is seen
-_FRESH_S = 3.0  # for which a first token of chat says how the upstream is
-_CUT, _GROWTH = 0.7, 1.25
-_FIRST_DOCUMENTS, _MOST_OPEN = 2.0, 1024.0
-_FIRST_CHATS, _LEAST_CHATS = 256.0, 4.0
-_FIRST_RATE, _LEAST_RATE, _MOST_RATE = 4000.0, 100.0, 1e7  # prompt tokens of documents a second
+_SUFFERS = 0.9  # of an objective
+_SHARE = 0.06  # of chats that may suffer
+_CUT, _FIRST_GROWTH = 0.8, 1.25
+_SETTLE_S = 1.0  # from a cut until its effect is seen
+_DOCUMENTS = (2.0, 0.5, 1024.0)  # at first, at least, at most
+_MOST_CHATS = 256  # at one upstream; others wait at the door, where clients take turns
+_RATE = (500.0, 50.0, 1e7)  # prompt tokens of documents a second
+_BURST_S = 0.25  # of the rate that may be saved up
 _MAX_SHED = 2  # times that a document is taken back from an upstream
 _MOST_STRIKES = 3  # failures in a row
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S, _LOOK_S = 0.5, 10.0, 5.0  # between looks at an upstream: down, and up
 _MAX_BUSY_S = 30.0
 _MAX_BEGINNINGS = 16_384
 _SLACK_CALLS = 2  # by which an upstream with the beginning of a prompt may have more work than the idlest
-_MIN_GAPS = 2
+_GAPS_S, _MIN_GAPS = 1.0, 2  # between looks at gaps; of a chat
 
 
 class Fingerprint(NamedTuple):
@@ -47,26 +48,24 @@ class Fingerprint(NamedTuple):
 
 @dataclass(slots=True)
 class Allowance:
-    """How many calls of a class an upstream may have: it grows while chat is well, and is cut when chat suffers."""
+    """How much documents may have of an upstream. Each chat that is well lets it grow a little, each that suffers cuts
+    it by a lot: it comes to rest where a small share of chats suffers, whatever the upstream is."""
 
     limit: float
     least: float
-    is_learning: bool = True  # until the first cut it grows by parts, later by one a second
-    changed_s: float = -math.inf
+    most: float
+    was_cut: bool = False  # before, it grows fast
+    cut_s: float = -math.inf
 
-    def cut(self, num_open: int, now: float) -> bool:
-        """Give way, from what is open; False: the last change still settles."""
-        if now - self.changed_s < _SETTLE_S:
-            return False
-        self.limit = max(self.least, min(self.limit, float(num_open)) * _CUT)
-        self.is_learning, self.changed_s = False, now
-        return True
-
-    def grow(self, num_open: int, now: float) -> None:
-        """Grow where the allowance is used, once its last change has settled."""
-        if num_open + 1 > self.limit and now - self.changed_s >= _SETTLE_S / 2:
-            self.limit = min(_MOST_OPEN, max(self.limit + 1.0, self.limit * _GROWTH * self.is_learning))
-            self.changed_s = now
+    def take(self, now: float, *, suffers: bool, is_used: bool) -> bool:
+        """Take what a chat saw; return whether the allowance was cut. It grows only where it is used."""
+        if suffers and now - self.cut_s >= _SETTLE_S:
+            self.limit, self.was_cut, self.cut_s = max(self.least, self.limit * _CUT), True, now
+            return True
+        if not suffers and is_used:
+            growth = _CUT ** (-_SHARE / (1.0 - _SHARE)) if self.was_cut else _FIRST_GROWTH
+            self.limit = min(self.most, self.limit * growth)
+        return False
 
 
 @dataclass(slots=True)
@@ -90,6 +89,7 @@ class Call:
     num_shed: int = 0
     looked_s: float = 0.0  # when its gaps were looked at last, like the next
     looked_tokens: int = 0
+    is_late: bool = False  # its first token, and that is counted
 
 
 @dataclass(slots=True)
@@ -104,15 +104,14 @@ class Upstream:
     pause_s: float = _FIRST_PAUSE_S
     look_s: float = -math.inf  # when to look at it next
     busy_until_s: float = -math.inf  # it asked for fewer documents
-    documents: Allowance = field(default_factory=lambda: Allowance(_FIRST_DOCUMENTS, 0.0))
-    chats: Allowance = field(default_factory=lambda: Allowance(_FIRST_CHATS, _LEAST_CHATS))
-    rate: float = _FIRST_RATE
-    credit: float = _FIRST_RATE  # prompt tokens of documents that may start now
+    documents: Allowance = field(default_factory=lambda: Allowance(*_DOCUMENTS))
+    rate: Allowance = field(default_factory=lambda: Allowance(*_RATE))
+    credit: float = 0.0  # prompt tokens of documents that may start now, if above 0
+    is_full: bool = False  # a document waited for a place since chat had its last first token
+    is_short: bool = False  # or for credit
     calls: dict[str, Call] = field(default_factory=dict)
-    ttft_pressure: float = 0.0  # the worst first token of the last seconds, by its objective
-    ttft_s: float = -math.inf  # when it came
-    gap_pressure: float = 0.0
-    gap_s: float = -math.inf
+    first_s: float = -math.inf  # when chat had its last first token
+    gap_s: float = -math.inf  # when its gaps were looked at last
     num_answered: int = 0
 
     @property
@@ -125,22 +124,27 @@ class Upstream:
     def has_place(self, call: Call, now: float) -> bool:
         num_open = self.num_open(call.request_class)
         if call.request_class is CHAT:
-            return num_open < self.chats.limit
-        return now >= self.busy_until_s and self.credit > 0.0 and num_open + 1 <= self.documents.limit
+            return num_open < _MOST_CHATS
+        # One document may go where no chat is: what comes of it says more than nothing.
+        is_full = num_open + 1 > max(self.documents.limit, not self.num_open(CHAT))
+        is_short = self.credit < 0.0
+        self.is_full, self.is_short = self.is_full or is_full, self.is_short or (is_short and not is_full)
+        return not is_full and not is_short and now >= self.busy_until_s
 
-    def pressure(self, now: float) -> float | None:
-        """Return the worse of first tokens and gaps, as parts of their objectives; None: nothing is known."""
-        known = []
-        if now - self.ttft_s <= _FRESH_S:
-            known.append(self.ttft_pressure)
-        if now - self.gap_s <= _FRESH_S:
-            known.append(self.gap_pressure)
-        known += [
-            (now - call.started_s) / call.slo.ttft_s
-            for call in self.calls.values()
-            if call.request_class is CHAT and call.first_s is None and call.slo.ttft_s
-        ]
-        return max(known, default=None)
+    def saw(self, now: float, *, suffers: bool, is_first: bool) -> bool:
+        """Take what a chat saw of this upstream, of its first token or of gaps; return whether documents are to be
+        taken back. Gaps only cut: first tokens come once a chat."""
+        num_documents = self.num_open(DOCUMENT)
+        if suffers and not num_documents:
+            return False
+        if suffers:
+            self.documents.limit = min(self.documents.limit, num_documents + 1.0)
+        if is_first:
+            self.rate.take(now, suffers=suffers, is_used=self.is_short)
+        is_cut = self.documents.take(now, suffers=suffers, is_used=self.is_full and is_first)
+        if is_first:
+            self.is_short = self.is_full = False
+        return is_cut
 
 
 class Started(NamedTuple):
@@ -194,7 +198,7 @@ class UpstreamLogic:
                     allowed.pop(name, None)
                     break
         if not upstream.is_up:
-            upstream.documents = Allowance(_FIRST_DOCUMENTS, 0.0)
+            upstream.documents = Allowance(*_DOCUMENTS)
         upstream.models, upstream.num_strikes, upstream.pause_s = allowed, 0, _FIRST_PAUSE_S
         upstream.problem = None if allowed else (problems[0] if problems else "it lists no model")
         return problems
@@ -216,7 +220,7 @@ class UpstreamLogic:
         """Note that an upstream refused a call for lack of capacity."""
         upstream = self.upstreams[url]
         upstream.busy_until_s = now + min(max(retry_after_s, _FIRST_PAUSE_S), _MAX_BUSY_S)
-        upstream.documents.cut(upstream.num_open(DOCUMENT), now)
+        upstream.documents.take(now, suffers=True, is_used=True)
 
     # --- calls
 
@@ -256,10 +260,9 @@ class UpstreamLogic:
         call.first_s = call.looked_s = now
         call.looked_tokens = call.num_tokens
         upstream = self.upstreams[call.url]
-        if call.request_class is CHAT and call.slo.ttft_s:
-            pressure = (now - call.started_s) / call.slo.ttft_s
-            if pressure >= upstream.ttft_pressure or now - upstream.ttft_s > _FRESH_S / 2:
-                upstream.ttft_pressure, upstream.ttft_s = pressure, now
+        if call.request_class is CHAT and call.slo.ttft_s and not call.is_late:
+            upstream.first_s = now
+            upstream.saw(now, suffers=now - call.started_s > _SUFFERS * call.slo.ttft_s, is_first=True)
 
     def end(self, call: Call, *, is_answered: bool) -> None:
         """Let a call leave its upstream. May be repeated."""
@@ -279,30 +282,21 @@ class UpstreamLogic:
         return [
             item.url
             for item in self.upstreams.values()
-            if item.is_up and item.num_open(DOCUMENT) and now - item.ttft_s > 1.0 and not item.num_open(CHAT)
+            if item.is_up and item.num_open(DOCUMENT) and now - item.first_s > 1.0 and not item.num_open(CHAT)
         ]
 
     def tick(self, now: float) -> list[Call]:
         """Move the allowances by what chat has seen; return documents to take back from their upstreams."""
         shed: list[Call] = []
         for upstream in self.upstreams.values():
-            upstream.credit = min(upstream.rate, upstream.credit + upstream.rate * TICK_S)
+            upstream.credit = min(upstream.rate.limit * _BURST_S, upstream.credit + upstream.rate.limit * TICK_S)
+            for call in upstream.calls.values():
+                limit_s = call.slo.ttft_s if call.request_class is CHAT and call.first_s is None else None
+                if limit_s and not call.is_late and now - call.started_s > _SUFFERS * limit_s:
+                    call.is_late, upstream.first_s = True, now
+                    if upstream.saw(now, suffers=True, is_first=True):
+                        shed += self._over(upstream)
             self._look_at_gaps(upstream, now)
-            pressure = upstream.pressure(now)
-            if pressure is None:
-                continue
-            num_documents, num_chats = upstream.num_open(DOCUMENT), upstream.num_open(CHAT)
-            if pressure > _HIGH:
-                if num_documents and upstream.documents.cut(num_documents, now):
-                    upstream.rate = max(_LEAST_RATE, upstream.rate * _CUT)
-                    shed += self._over(upstream) if pressure > 1.0 else []
-                elif not num_documents and upstream.gap_pressure > 1.0 and now - upstream.gap_s <= _FRESH_S:
-                    upstream.chats.cut(num_chats, now)
-            elif pressure < _LOW:
-                upstream.documents.grow(num_documents, now)
-                upstream.chats.grow(num_chats, now)
-                if upstream.credit <= 0.0:
-                    upstream.rate = min(_MOST_RATE, upstream.rate * _GROWTH)
         return shed
 
     def num_waiting(self, model: str, request_class: RequestClass) -> int:
@@ -312,19 +306,17 @@ class UpstreamLogic:
     # --- inside
 
     def _look_at_gaps(self, upstream: Upstream, now: float) -> None:
-        pressures = []
+        if now - upstream.gap_s < _GAPS_S:
+            return
+        upstream.gap_s, parts = now, []
         for call in upstream.calls.values():
-            if call.request_class is not CHAT or call.first_s is None or not call.slo.tpot_s:
-                continue
-            count, elapsed_s = call.num_tokens - call.looked_tokens, now - call.looked_s
-            if count < _MIN_GAPS and elapsed_s < max(call.slo.tpot_s, TICK_S):
-                continue
-            pressures.append(elapsed_s / max(count, 1) / call.slo.tpot_s)
-            call.looked_s, call.looked_tokens = now, call.num_tokens
-        if pressures:
-            mean, is_fresh = sum(pressures) / len(pressures), now - upstream.gap_s <= _FRESH_S
-            upstream.gap_pressure = (upstream.gap_pressure + mean) / 2 if is_fresh else mean
-            upstream.gap_s = now
+            if call.request_class is CHAT and call.first_s is not None and call.slo.tpot_s:
+                count, elapsed_s = call.num_tokens - call.looked_tokens, now - call.looked_s
+                if count >= _MIN_GAPS or elapsed_s > call.slo.tpot_s:
+                    parts.append(elapsed_s / max(count, 1) / call.slo.tpot_s)
+                    call.looked_s, call.looked_tokens = now, call.num_tokens
+        if parts:
+            upstream.saw(now, suffers=sum(parts) / len(parts) > _SUFFERS, is_first=False)
 
     def _over(self, upstream: Upstream) -> list[Call]:
         documents = [call for call in upstream.calls.values() if call.request_class is DOCUMENT]

@@ -58,7 +58,7 @@ def door(*urls: str, **settings: str) -> Iterator[tuple[str, psutil.Process]]:
                 yield f"http://127.0.0.1:{port}", psutil.Process(server.pid)
             finally:
                 server.send_signal(signal.SIGTERM)
-                server.wait(20)
+                server.wait(90)  # answers that run may end
 
 
 async def streams(url: str, count: int, num_tokens: int) -> float:
