@@ -30,7 +30,7 @@ from alignedserve.api.errors import (
 from alignedserve.api.models.model_card import ModelCard
 from alignedserve.api.models.model_registry import RegisteredModel, is_usable, usable_model
 from alignedserve.api.models.model_services import ModelServices
-from alignedserve.api.openai.generation import cause_of
+from alignedserve.api.openai.generation import Pace, call_facts, cause_of
 from alignedserve.api.openai.generation_request import (
     DEADLINE_HEADER,
     SERVICE_TIERS,
@@ -40,7 +40,7 @@ from alignedserve.api.openai.generation_request import (
     CallTerms,
 )
 from alignedserve.api.services import ApiServices
-from alignedserve.api.timelines.timeline import REQUEST_ID_HEADER, CallFacts, Timeline, plain_request_id
+from alignedserve.api.timelines.timeline import REQUEST_ID_HEADER, Timeline
 from alignedserve.batches.interfaces import (
     ClusterTotals,
     LineFailed,
@@ -164,8 +164,7 @@ class Course:
         self._model = model
         self._arrival = arrival
         self._timeline: Timeline | None = None
-        self._first_s: float | None = None
-        self._placed = False
+        self._pace = Pace(request, model.metrics)
         job.on_first, job.on_placed = self._on_first, self._on_placed
 
     def __enter__(self) -> "Course":
@@ -182,55 +181,32 @@ class Course:
         reason = "stop" if error is None else ""
         self._timeline.choice_ended(0, now, num_tokens=num_tokens, finish_reason=reason, cause=cause)
         self._model.timelines.end(self._timeline)
-        if error is not None and self._first_s is None:
-            metrics.count_refused(request)
-            return
-        self._measure(now)
+        self._pace.num_tokens, self._pace.last_s = num_tokens, now
+        if error is None:
+            metrics.tbt_s.num_tokens += num_tokens
+            metrics.count_request((request,), num_tokens)
+            self._pace.count_finished("stop")
+        else:
+            self._pace.count_unfinished(error)
+            if self._pace.first_s is None:
+                return
         if not self._arrival.is_line:
             subject = UsageSubject(self._arrival.key.name, self._model.model.name, _CLASSES[request.request_class])
             counts = UsageCounts(1, usage.prompt_tokens, usage.cached_tokens, num_tokens, 0)
             self._model.usage.add(subject, counts)
-
-    def _measure(self, now: float) -> None:
-        request, metrics, num_tokens = self._request, self._model.metrics, self.job.usage.output_tokens
-        first_s = self._first_s if self._first_s is not None else now
-        ttft_s, whole_s = first_s - request.arrival_s, now - request.arrival_s
-        gap_s = (now - first_s) / (num_tokens - 1) if num_tokens > 1 else 0.0
-        metrics.count_finished("stop")
-        metrics.e2e_s.observe(whole_s)
-        metrics.num_generated.observe(num_tokens)
-        metrics.decode_s.observe(now - first_s)
-        metrics.tbt_s.num_tokens += num_tokens
-        if num_tokens > 1:
-            metrics.observe_gaps(request, gap_s)
-        metrics.count_objectives(request, ttft_s, gap_s, whole_s)
-        metrics.count_request((request,), num_tokens)
 
     def _on_placed(self) -> None:
         if self._timeline is None:
             self._begin()
 
     def _begin(self) -> None:
-        arrival, model = self._arrival, self._model
-        facts = CallFacts(
-            response_id=arrival.request_id,
-            http_id=arrival.request_id,
-            client_id=plain_request_id(arrival.headers.get(REQUEST_ID_HEADER)),
-            owner=arrival.tenant,
-            model=model.model.name,
-            service_tier="flex" if self._request.request_class is DOCUMENT else "default",
-            num_prompt_tokens=self._request.prompt_len,
-            received_s=arrival.arrival_s,
-            received_unix_s=time.time() - (time.monotonic() - arrival.arrival_s),
-            trace=model.timelines.trace_of(arrival.headers),
-        )
-        self._timeline = model.timelines.begin(facts, (self._request,))
+        tier = "flex" if self._request.request_class is DOCUMENT else "default"
+        facts = call_facts(self._arrival, self._arrival.request_id, tier, self._request.prompt_len, self._model)
+        self._timeline = self._model.timelines.begin(facts, (self._request,))
 
     def _on_first(self, now: float) -> None:
-        self._first_s = now
-        metrics, num_cached = self._model.metrics, self.job.usage.cached_tokens
-        metrics.observe_first_token(self._request, now - self._request.arrival_s)
-        metrics.count_prompt(self._request, min(num_cached, self._request.prompt_len))
+        num_cached = min(self.job.usage.cached_tokens, self._request.prompt_len)
+        self._pace.begin(now, num_cached)
         if self._timeline is not None:
             self._timeline.first_token(0, now, num_cached)
 
@@ -380,16 +356,12 @@ class _StreamedAnswer(Response):
         await sender.end(b"")
 
     async def _stream(self, course: Course, sender: EventSender) -> None:
-        await self._proxy.stream(course.job, lambda events: _write(events, sender))
+        async def write(events: bytes) -> None:
+            if not sender.write_events(events):
+                await sender.start()
+                await sender.send_events(events)
 
-
-def _write(events: bytes, sender: EventSender) -> Any:
-    return None if sender.write_events(events) else _send(events, sender)
-
-
-async def _send(events: bytes, sender: EventSender) -> None:
-    await sender.start()
-    await sender.send_events(events)
+        await self._proxy.stream(course.job, write)
 
 
 # --- lines of batches

@@ -10,8 +10,7 @@ import logging
 import math
 import secrets
 import time
-from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NoReturn
@@ -65,6 +64,9 @@ _LOST = "The upstream server was lost while it answered."
 _ALL_FAILED = "No upstream server could answer the request."
 
 
+Write = Callable[[bytes], Awaitable[None]]
+
+
 class Again(Exception):
     """An upstream failed before its client had anything: the call may go elsewhere."""
 
@@ -113,7 +115,6 @@ class UpstreamProxy:
         self.manners = {url: Manners() for url in logic.upstreams}
         self.lengths: dict[str, int] = {}  # of contexts, the least of each model's upstreams
         self.idle_s: tuple[float, float] = (0.0, 0.0)  # the best first token and gap of a canary
-        self.counts: Counter[str] = Counter()
         self.problems: list[str] = []  # models that share a name
         self._config = config
         self._key = key
@@ -154,8 +155,8 @@ class UpstreamProxy:
         body: bytes = await self._attempts(job, self._whole)
         return body
 
-    async def stream(self, job: Job, write: Callable[[bytes], Any]) -> None:
-        """Give the events to `write` as they come, which returns None or something to wait for. Raises as `whole`."""
+    async def stream(self, job: Job, write: Write) -> None:
+        """Write the events as they come. Raises as `whole`."""
         await self._attempts(job, partial(self._stream, write=write))
 
     async def _attempts(self, job: Job, attempt: Callable[..., Any]) -> Any:
@@ -167,13 +168,11 @@ class UpstreamProxy:
                     result = await self._attempt(job, url, attempt)
                 except _Shed:
                     call.num_shed += 1
-                    self.counts["shed"] += 1
                     continue
                 except Again as again:
                     self.logic.end(call, is_answered=False)
                     call.avoided |= {url}
                     num_failed += 1
-                    self.counts["retried"] += 1
                     if num_failed >= _MAX_ATTEMPTS:
                         raise again.error from again
                     if isinstance(again.error, Overloaded) and len(self.logic.serving(call.model)) < 2:
@@ -319,7 +318,7 @@ class UpstreamProxy:
             job.on_first(now)
         return body
 
-    async def _stream(self, job: Job, url: str, write: Callable[[bytes], Any]) -> None:
+    async def _stream(self, job: Job, url: str, write: Write) -> None:
         usage, call = job.usage, job.call
         usage.num_events = usage.num_bytes = 0
         cutter = EventCutter(
@@ -359,17 +358,13 @@ class UpstreamProxy:
                 else:
                     call.num_tokens += usage.num_events - num_before
                 num_before = usage.num_events
-                waits = write(events)
-                if waits is not None:
-                    await waits
+                await write(events)
                 if cutter.problem:
                     raise ProtocolError(cutter.problem)
             if not cutter.is_complete:
                 raise ProtocolError("its stream ended in the middle")
             if not cutter.is_done and job.path in (_CHAT, "/v1/completions"):
-                waits = write(b"data: [DONE]\n\n")
-                if waits is not None:
-                    await waits
+                await write(b"data: [DONE]\n\n")
 
     # --- looking at upstreams
 
@@ -444,7 +439,7 @@ class UpstreamProxy:
         done = []
         for item in listed[:8]:
             with contextlib.suppress(GenerationError, InvalidRequest, Again):
-                usage = await self._canary(url, item.name)
+                usage = await self._canary(url, item.name, Slo())
                 fingerprint = item.fingerprint._replace(probe_tokens=usage.said.prompt_tokens)
                 item = replace(item, fingerprint=fingerprint)
             if self.logic.upstreams[url].is_refused:
@@ -452,47 +447,36 @@ class UpstreamProxy:
             done.append(item)
         return [*done, *listed[8:]]
 
-    async def _canary(self, url: str, model: str) -> Usage:
-        fields = {
-            "model": model,
-            "messages": [{"role": "user", "content": PROBE_TEXT}],
-            "max_tokens": 4,
-            "temperature": 0,
-            "stream": True,
-        }
-        call = Call(f"canary-{secrets.token_hex(4)}", model, RequestClass.REAL_TIME, "", 1.0, 16, Slo(), url=url)
-        began_s, times, job = time.monotonic(), [], Job(call, _CHAT, fields, Usage.of(PROBE_TEXT.encode()))
-        call.started_s = began_s
-        async with asyncio.timeout(_CANARY_S):
-            await self._stream(job, url, lambda _: times.append(time.monotonic()))
-        if times:
-            gap_s = (times[-1] - times[0]) / max(len(times) - 1, 1)
-            self._note_idle(times[0] - began_s, gap_s)
-        return job.usage
+    async def _canary(self, url: str, model: str, slo: Slo) -> Usage:
+        """Be a chat of a few tokens; return what the upstream says of its usage. Raises as `whole`, and Again."""
+        name, began_s, times = f"canary-{secrets.token_hex(4)}", time.monotonic(), list[float]()
+        call = Call(name, model, RequestClass.REAL_TIME, "", 1.0, 16, slo, url=url, started_s=began_s)
+        messages = [{"role": "user", "content": PROBE_TEXT}]
+        fields = {"model": model, "messages": messages, "max_tokens": 8, "temperature": 0, "stream": True}
+        job = Job(call, _CHAT, fields, Usage.of(PROBE_TEXT.encode()))
 
-    def _note_idle(self, ttft_s: float, gap_s: float) -> None:
-        first, gap = self.idle_s
-        self.idle_s = (min(first or math.inf, ttft_s), min(gap or math.inf, gap_s) if gap_s else gap)
+        async def note(_: bytes) -> None:
+            times.append(time.monotonic())
+
+        calls = self.logic.upstreams[url].calls
+        calls[name] = call
+        try:
+            async with asyncio.timeout(_CANARY_S):
+                await self._stream(job, url, note)
+        finally:
+            calls.pop(name, None)
+        if times and not slo.ttft_s:
+            first_s, gap_s = times[0] - began_s, (times[-1] - times[0]) / max(len(times) - 1, 1)
+            self.idle_s = min(self.idle_s[0] or math.inf, first_s), min(self.idle_s[1] or math.inf, gap_s)
+        return job.usage
 
     async def _canary_beside(self, url: str) -> None:
         """Be a chat beside documents, so that the next one finds what it needs."""
-        upstream = self.logic.upstreams[url]
-        document = next(
-            (call for call in upstream.calls.values() if call.request_class is RequestClass.BEST_EFFORT), None
-        )
-        if document is None:
-            return
-        fields = {"model": document.model, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 8}
-        call = Call(f"canary-{secrets.token_hex(4)}", document.model, RequestClass.REAL_TIME, "", 1.0, 4, self.slo())
-        call.url, call.started_s = url, time.monotonic()
-        upstream.calls[call.call_id] = call
-        job = Job(call, _CHAT, {**fields, "stream": True}, Usage.of(b"Hi"))
-        try:
-            with contextlib.suppress(GenerationError, InvalidRequest, Again, TimeoutError):
-                async with asyncio.timeout(_CANARY_S):
-                    await self._stream(job, url, lambda _: None)
-        finally:
-            upstream.calls.pop(call.call_id, None)
+        calls = self.logic.upstreams[url].calls.values()
+        model = next((call.model for call in calls if call.request_class is RequestClass.BEST_EFFORT), None)
+        with contextlib.suppress(GenerationError, InvalidRequest, Again, TimeoutError):
+            if model is not None:
+                await self._canary(url, model, self.slo())
         await asyncio.sleep(1.0)
 
     def slo(self) -> Slo:

@@ -1,33 +1,27 @@
 """A gateway before upstream servers, with its batches: one process, without a cluster, an engine or a GPU."""
 
 import asyncio
-import contextlib
-import logging
-import secrets
+import time
 from collections.abc import Sequence
+from typing import cast
 from urllib.parse import urlsplit
 
+from typing_extensions import override
+
 from alignedserve.batches.driver import BatchDriver
-from alignedserve.batches.location import DriverStores, open_driver_stores
+from alignedserve.batches.location import DriverStores, SharedState, open_driver_stores
 from alignedserve.batches.records import client_of
 from alignedserve.cluster.batch_storage import BatchStorage, open_batch_storage
 from alignedserve.config.sections import ClusterConfig, GatewayConfig, Observing
-from alignedserve.core.errors import ConfigError, StorageError
-from alignedserve.gateway.files.files_api import FilesApi
+from alignedserve.core.errors import ConfigError
 from alignedserve.gateway.quotas import RequestQuotas
-from alignedserve.gateway.server import HttpServer, bind
-from alignedserve.gateway.services import Services, build_services
-from alignedserve.gateway.storage_metrics import Disks
-from alignedserve.keys.ring import CurrentKeys
-from alignedserve.keys.watch import KeysFile, KeysWatch
+from alignedserve.gateway.server import GatewayServer
+from alignedserve.gateway.services import Services
 from alignedserve.process.background_tasks import start_background
 from alignedserve.upstream.door import Door, UpstreamLineRunner
 
-logger = logging.getLogger(__name__)
-
 _MOST_UPSTREAMS = 64
 _DRAIN_LOOK_S = 0.1
-_WRITE_S = 5.0
 _LOOPBACK = ("localhost", "127.0.0.1", "[::1]", "0.0.0.0")  # noqa: S104  (compared, not listened on)
 
 
@@ -58,8 +52,8 @@ def checked_urls(urls: Sequence[str], config: GatewayConfig) -> tuple[str, ...]:
     return tuple(bases)
 
 
-class UpstreamServer:
-    """Serves from `start` to `stop`, on one event loop."""
+class UpstreamServer(GatewayServer):
+    """A gateway without a cluster, and the driver of its batches."""
 
     def __init__(
         self,
@@ -70,123 +64,55 @@ class UpstreamServer:
         upstream_key: str | None = None,
         observing: Observing | None = None,
     ) -> None:
-        """`upstream_key`: that the upstreams want. `observing`: None: calls are explained, and not traced. Raises
-        ConfigError for addresses that cannot be upstreams."""
-        self._observing = observing
+        """`upstream_key`: that the upstreams want. Raises ConfigError for addresses that cannot be upstreams."""
+        super().__init__(links=None, deployments=(), config=config.gateway, api_keys=api_keys, observing=observing)
         self.config = config
         self.door = Door(checked_urls(urls, config.gateway), config.gateway, upstream_key)
-        self._keys = CurrentKeys()
-        path = config.gateway.keys_path
-        self._watch = KeysWatch(self._keys, api_keys, None if path is None else KeysFile(path))
+        self._elsewhere = self.door.answer
         self._storage: BatchStorage | None = None
-        self._stores: DriverStores | None = None
-        self._services: Services | None = None
-        self._quotas = RequestQuotas(config.gateway.requests_per_minute)
-        self._http: HttpServer | None = None
-        self._tasks: list[asyncio.Task[None]] = []
+        self._driving: asyncio.Task[None] | None = None
 
-    @property
-    def url(self) -> str:
-        host = self.config.gateway.host
-        return f"{self.config.gateway.scheme}://{f'[{host}]' if ':' in host else host}:{self.config.gateway.port}"
-
-    async def start(self) -> None:
-        """Look at the upstreams, open the stores and listen. Raises ConfigError, ResourceError, AddressInUse."""
-        try:
-            await self._start()
-        except BaseException:
-            await self.stop()
-            raise
-
-    async def _start(self) -> None:
-        config = self.config.gateway
-        await self._watch.look()
-        self._tasks.append(start_background(self._watch.run(), "the watch of keys"))
+    @override
+    def _open_shared_state(self) -> None:
         if self.config.batches.enabled:
             self._storage = open_batch_storage(self.config)
             self._stores = open_driver_stores(self._storage.location)
-        stores, places = self._stores, {}
-        if self._storage is not None and self._storage.location.folder is not None:
-            places = {"state": self._storage.location.folder}
-        self._quotas.start()
-        services = self._services = build_services(
-            config,
-            name="door",
-            keys=self._keys,
-            files_api=FilesApi(stores, self.config.batches, self._keys) if stores is not None else None,
-            quotas=self._quotas,
-            observing=self._observing,
-            disks=Disks(places),
-            elsewhere=self.door.answer,
-        )
-        if services.tokens is not None:
-            await services.tokens.start()
-        services.questions.connect(f"door-{secrets.token_hex(4)}", lambda _: False, lambda _: 0)
+            self._state = SharedState(self._storage.location)
+        self._quotas = RequestQuotas(self.config.gateway.requests_per_minute)
+
+    @override
+    async def _connect(self, services: Services) -> None:
         self.door.attach(services)
         await self.door.proxy.start()
-        self._refuse_differences()
-        self._http = HttpServer(services, bind(config.host, config.port))
-        await self._http.start()
-        if stores is not None:
-            self._tasks.append(
-                start_background(services.usage.write_on(stores.repository.usage), "the writing of usage")
+        if self.door.proxy.problems:
+            problem = self.door.proxy.problems[0]
+            raise ConfigError(f"{problem}; give the model another name on one of them (vLLM: --served-model-name)")
+        if self._stores is not None:
+            driver = BatchDriver(
+                stores=cast(DriverStores, self._stores),
+                runner=UpstreamLineRunner(services, self.door),
+                config=self.config.batches,
+                models=services.models,
+                max_in_flight=self.config.batches.max_in_flight,
+                weight_of=lambda owner: services.keys.ring.owned_by(client_of(owner)).weight,
             )
-            self._tasks.append(start_background(self._drive(services, stores), "the driver of batches"))
+            self._driving = start_background(driver.run(), "the driver of batches")
 
-    def _refuse_differences(self) -> None:
-        problems = self.door.proxy.problems
-        if problems:
-            raise ConfigError(f"{problems[0]}; give the model another name on one of them (vLLM: --served-model-name)")
-
-    async def _drive(self, services: Services, stores: DriverStores) -> None:
-        driver = BatchDriver(
-            stores=stores,
-            runner=UpstreamLineRunner(services, self.door),
-            config=self.config.batches,
-            models=services.models,
-            max_in_flight=self.config.batches.max_in_flight,
-            weight_of=lambda owner: services.keys.ring.owned_by(client_of(owner)).weight,
-        )
-        await driver.run()
-
-    def read_again(self) -> None:
-        """Read keys and certificate again."""
-        self._watch.read_again()
-        if self._http is not None:
-            self._http.read_again()
-
-    async def drain(self) -> None:
-        """Refuse new work, and let what is open end for at most `gateway.drain_s`."""
-        loop, http = asyncio.get_running_loop(), self._http
-        ends_s = loop.time() + self.config.gateway.drain_s
-        while http is not None and http.close_intake() and loop.time() < ends_s:  # noqa: ASYNC110  (a count of uvicorn's)
+    async def drained(self) -> None:
+        """Refuse new work, and return when what is open has ended, after `gateway.drain_s` at the latest."""
+        ends_s = time.monotonic() + self.config.gateway.drain_s
+        while self.close_intake() and time.monotonic() < ends_s:  # noqa: ASYNC110  (counts of uvicorn's)
             await asyncio.sleep(_DRAIN_LOOK_S)
 
+    @override
     async def stop(self) -> None:
         """Stop. May be repeated."""
-        tasks, self._tasks = self._tasks, []
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        http, self._http = self._http, None
-        if http is not None:
-            await http.stop()
+        driving, self._driving = self._driving, None
+        if driving is not None:
+            driving.cancel()
+            await asyncio.gather(driving, return_exceptions=True)
+        await super().stop()
         await self.door.proxy.stop()
-        services, self._services = self._services, None
-        if services is not None:
-            services.lanes.close()
-            services.pictures.close()
-            if services.tokens is not None:
-                services.tokens.stop()
-            await asyncio.to_thread(services.close)
-        self._quotas.stop()
-        stores, self._stores = self._stores, None
-        if stores is not None:
-            if services is not None:
-                with contextlib.suppress(StorageError, TimeoutError):
-                    async with asyncio.timeout(_WRITE_S):
-                        await services.usage.write(stores.repository.usage)
-            await stores.repository.close()
         storage, self._storage = self._storage, None
         if storage is not None and storage.lock is not None:
             storage.lock.release()

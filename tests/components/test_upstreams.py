@@ -291,7 +291,7 @@ async def test_a_drain_lets_open_answers_end() -> None:
     async with door(Scripted(engine=Engine(step_s=0.02))) as (client, served):
         answering = asyncio.create_task(client.post("/v1/chat/completions", json=CHAT | {"max_tokens": 20}))
         await asyncio.sleep(0.1)
-        draining = asyncio.create_task(served.drain())
+        draining = asyncio.create_task(served.drained())
         await asyncio.sleep(0.05)
         refused = await client.post("/v1/chat/completions", json=CHAT)
         assert (await answering).status_code == 200

@@ -63,7 +63,7 @@ async def _run(server: UpstreamServer) -> None:
     try:
         await ending.wait()
         ending.clear()
-        draining = asyncio.create_task(server.drain())
+        draining = asyncio.create_task(server.drained())
         notes().print(f"Draining for at most {config.drain_s:g} s (gateway.drain_s); Ctrl-C again ends at once.")
         await asyncio.wait({draining, asyncio.create_task(ending.wait())}, return_when=asyncio.FIRST_COMPLETED)
     finally:
