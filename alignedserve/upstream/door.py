@@ -60,6 +60,7 @@ from alignedserve.gateway.routes.request_bodies import parsed, receive
 from alignedserve.gateway.streaming import EventSender, failure_event, while_connected
 from alignedserve.messages.cluster_view import TierLoad, WorkerSpeed
 from alignedserve.messages.gateways import ClusterStatus
+from alignedserve.messages.request_notes import RequestNote, RequestsNoted, Step
 from alignedserve.text.tokenizer import Tokenizer, TokenizerOnUse
 from alignedserve.upstream import logic as deciding
 from alignedserve.upstream.dialect import LOOP_HEADER, Usage, beginnings_of, prompt_of
@@ -168,14 +169,17 @@ class Course:
         job.on_first, job.on_placed = self._on_first, self._on_placed
 
     def __enter__(self) -> "Course":
-        self._model.limiter.acquire(self._request.request_class, 1)
+        request, model, arrival = self._request, self._model, self._arrival
+        model.limiter.acquire(request.request_class, 1)
+        tier = "flex" if request.request_class is DOCUMENT else "default"
+        facts = call_facts(arrival, arrival.request_id, tier, request.prompt_len, model)
+        self._timeline = model.timelines.begin(facts, (request,))
+        self._note("door", Step.QUEUED)
         return self
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         request, usage, metrics, now = self._request, self.job.usage, self._model.metrics, time.monotonic()
         self._model.limiter.release(request.request_class, 1)
-        if self._timeline is None:
-            self._begin()
         assert self._timeline is not None, "a course without a beginning"
         num_tokens, cause = usage.output_tokens, None if error is None else cause_of(error)
         reason = "stop" if error is None else ""
@@ -195,20 +199,20 @@ class Course:
             counts = UsageCounts(1, usage.prompt_tokens, usage.cached_tokens, num_tokens, 0)
             self._model.usage.add(subject, counts)
 
-    def _on_placed(self) -> None:
-        if self._timeline is None:
-            self._begin()
-
-    def _begin(self) -> None:
-        tier = "flex" if self._request.request_class is DOCUMENT else "default"
-        facts = call_facts(self._arrival, self._arrival.request_id, tier, self._request.prompt_len, self._model)
-        self._timeline = self._model.timelines.begin(facts, (self._request,))
+    def _on_placed(self, url: str) -> None:
+        self._note("door", Step.DISPATCHED, url)
+        self._note(url, Step.STARTED)
 
     def _on_first(self, now: float) -> None:
         num_cached = min(self.job.usage.cached_tokens, self._request.prompt_len)
         self._pace.begin(now, num_cached)
-        if self._timeline is not None:
-            self._timeline.first_token(0, now, num_cached)
+        assert self._timeline is not None, "a course without a beginning"
+        self._timeline.first_token(0, now, num_cached)
+        self._note(self.job.call.url or "", Step.JOINED)
+
+    def _note(self, source: str, step: Step, peer: str = "") -> None:
+        note = RequestNote(self._request.request_id, step, time.monotonic(), peer=peer)
+        self._model.timelines.take(source, RequestsNoted((note,)))
 
 
 class Door:

@@ -90,7 +90,7 @@ class Job:
     doors: str = ""  # that it came through
     headers: Mapping[str, str] = field(default_factory=dict)
     on_first: Callable[[float], None] | None = None
-    on_placed: Callable[[], None] | None = None
+    on_placed: Callable[[str], None] | None = None
     placed: "asyncio.Future[str] | None" = None
     task: "asyncio.Task[Any] | None" = None  # of an attempt that may be taken back
 
@@ -200,7 +200,7 @@ class UpstreamProxy:
         except TimeoutError as error:
             raise TimedOut(f"The request waited for {patience_s:g} s for an upstream server.") from error
         if job.on_placed is not None:
-            job.on_placed()
+            job.on_placed(url)
         return url
 
     def _start_calls(self) -> None:

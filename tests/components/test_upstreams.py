@@ -279,12 +279,15 @@ async def test_a_batch_ends_each_line_once_though_an_upstream_dies(tmp_path: Pat
 
 
 async def test_a_request_is_explained_up_to_the_upstreams_edge() -> None:
-    async with door(Scripted()) as (client, _):
+    async with door(server := Scripted()) as (client, _):
         await client.post("/v1/chat/completions", json=CHAT | {"stream": True}, headers={"x-request-id": "mine"})
         course = (await client.get("/v1/requests/mine")).json()
     assert (course["model"], course["state"]) == ("m", "ended")
     assert course["choices"][0]["output_tokens"] == 5
     assert course["choices"][0]["ttft_ms"] > 0
+    phases = [phase["name"] for phase in course["choices"][0]["phases"]]
+    assert phases == ["tokenise", "to router", "router queue", "to worker", "prefill", "decode"]
+    assert server.url in json.dumps(course)
 
 
 async def test_a_drain_lets_open_answers_end() -> None:
