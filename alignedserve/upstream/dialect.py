@@ -154,7 +154,11 @@ class _Chunk(msgspec.Struct):
     message: _Nested | str | None = None
     response: _Nested | None = None
     choices: list[msgspec.Raw] | None = None
-    error: msgspec.Raw | None = None
+    error: msgspec.Raw = msgspec.Raw()
+
+    @property
+    def is_error(self) -> bool:
+        return bytes(self.error) not in (b"", b"null")
 
 
 _CHUNK = msgspec.json.Decoder(_Chunk)
@@ -204,7 +208,7 @@ def read_whole(body: bytes, usage: Usage) -> None:
         chunk = _CHUNK.decode(body)
     except msgspec.MsgspecError as error:
         raise ProtocolError("its answer is no object of OpenAI's API") from error
-    if chunk.error is not None and bytes(chunk.error) != b"null":
+    if chunk.is_error:
         raise ProtocolError("its answer is an error with the status of a success")
     usage.note(chunk.usage)
 
@@ -260,7 +264,7 @@ class EventCutter:
             chunk = _CHUNK.decode(payload)
         except msgspec.MsgspecError as error:
             raise ProtocolError("an event of its stream is no JSON object") from error
-        if (chunk.error is not None and bytes(chunk.error) != b"null") or b"event: error" in lines:
+        if chunk.is_error or b"event: error" in lines:
             raise ProtocolError("its stream ended with an error")
         self._note(chunk, lines)
         if chunk.choices == [] and chunk.usage is not None and not self._shows_usage:

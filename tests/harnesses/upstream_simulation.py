@@ -74,6 +74,9 @@ class DoorSimulation:
     def run(self, seconds: float, warm_s: float = 30.0) -> Outcome:
         self.rng, self.numbers, self.events = random.Random(self.seed), itertools.count(), []
         self.logic = UpstreamLogic([f"http://{index}" for index in range(len(self.servers))])
+        for server in self.servers:
+            server.waiting.clear()
+            server.running.clear()
         self.works: dict[str, Work] = {}
         self.sizes: dict[str, tuple[int, int]] = {}
         self.calls: dict[str, Call] = {}
