@@ -53,7 +53,7 @@ from alignedserve.batches.records import Endpoint, client_of
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.errors import AlignedServeError, InvalidRequest, ModelError
 from alignedserve.core.ids import RequestId
-from alignedserve.core.request import MAX_PRIORITY, Request, RequestClass, SamplingParams
+from alignedserve.core.request import MAX_PRIORITY, Request, RequestClass, SamplingParams, Slo
 from alignedserve.gateway.call import Call
 from alignedserve.gateway.json_response import JsonResponse
 from alignedserve.gateway.routes.request_bodies import parsed, receive
@@ -284,6 +284,9 @@ class Door:
         prompt = prompt_of(fields)
         usage = Usage.of(prompt)
         most = min(_most_tokens(fields), _MOST_ANSWER)
+        slo = terms.slo.completed_by(terms.default)
+        if not fields.get("stream"):  # whose first token nobody sees
+            slo = Slo(deadline_s=slo.deadline_s)
         request = Request(
             request_id=RequestId(f"{arrival.request_id}-0"),
             prompt_token_ids=(0,) * usage.likely_prompt,
@@ -291,7 +294,7 @@ class Door:
             reply_to="",
             arrival_s=arrival.arrival_s,
             request_class=terms.tier.request_class,
-            slo=terms.slo.completed_by(terms.default),
+            slo=slo,
             priority=terms.priority,
             tenant=arrival.key.owner,
             weight=arrival.key.weight,
@@ -304,7 +307,7 @@ class Door:
             request.tenant,
             request.weight,
             request.prompt_len,
-            request.slo.completed_by(self.proxy.slo()),
+            slo.completed_by(self.proxy.slo()) if fields.get("stream") else slo,
             beginnings_of(prompt, name, request.tenant),
             may_be_shed=request.request_class is DOCUMENT and not fields.get("stream"),
         )

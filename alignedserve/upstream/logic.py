@@ -282,7 +282,7 @@ class UpstreamLogic:
         return [
             item.url
             for item in self.upstreams.values()
-            if item.is_up and item.num_open(DOCUMENT) and now - item.first_s > 1.0 and not item.num_open(CHAT)
+            if item.is_up and item.num_open(DOCUMENT) and now - item.first_s > 1.0
         ]
 
     def tick(self, now: float) -> list[Call]:

@@ -28,7 +28,7 @@ from alignedserve.api.errors import (
     TimedOut,
     Unavailable,
 )
-from alignedserve.client.unreachable import unreachable
+from alignedserve.client.unreachable import trust_for, unreachable
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.errors import ContextTooLong, InvalidRequest, NothingListens, ProtocolError
 from alignedserve.core.request import RequestClass, Slo
@@ -58,6 +58,7 @@ _MAX_ATTEMPTS = 3
 _MAX_ERROR_BYTES = 16 * 1024
 _HELD_BYTES = 64 * 1024  # of a stream that has said nothing yet
 _RETRY_S = 1.0
+_WHOLE = 10.0  # times the longest silence of a stream that a whole answer may take
 _LOOP_STATUS = 508
 _CHAT = "/v1/chat/completions"
 _LOST = "The upstream server was lost while it answered."
@@ -128,7 +129,7 @@ class UpstreamProxy:
         """Look at every upstream once, for some seconds at most; further looks follow in the background."""
         # No proxy of the environment is used, and no redirect followed: what is named is what is called.
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=15.0),
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=15.0, ssl=trust_for("https://") or True),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
             headers={"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {self._key}"} if self._key else {}),
             read_bufsize=256 * 1024,
@@ -175,7 +176,7 @@ class UpstreamProxy:
                     num_failed += 1
                     if num_failed >= _MAX_ATTEMPTS:
                         raise again.error from again
-                    if isinstance(again.error, Overloaded) and len(self.logic.serving(call.model)) < 2:
+                    if isinstance(again.error, Overloaded | TimedOut) and len(self.logic.serving(call.model)) < 2:
                         raise again.error from again
                     continue
                 self.logic.end(call, is_answered=True)
@@ -237,8 +238,10 @@ class UpstreamProxy:
         assert self._session is not None, "a proxy that was not started"
         manners, config = self.manners[url], self._config
         body, has_additions = body_for(job.fields, manners, job.path, is_document=job.is_document)
-        silence_s = config.best_effort_timeout_s if job.is_document else config.token_timeout_s
-        limits = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S, sock_read=max(silence_s, 1.0))
+        # Of an answer that is not streamed nothing comes before its end.
+        answer_s = config.token_timeout_s if job.is_streamed else _WHOLE * config.token_timeout_s
+        silence_s = config.best_effort_timeout_s if job.is_document else answer_s
+        limits = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S, sock_read=silence_s)
         headers = {
             **job.headers,
             "Content-Type": "application/json",
@@ -293,7 +296,7 @@ class UpstreamProxy:
         code = known_code(body)
         if code == "context_length_exceeded":
             raise ContextTooLong("The prompt and its answer are longer than the model's context.")
-        if status in (404, 405, 501):
+        if status in (404, 405):
             if code == "model_not_found":
                 self._look_soon(url)
                 raise Again(Unavailable(_ALL_FAILED))
