@@ -20,6 +20,8 @@ _MAX_EVENT_BYTES = 8 << 20
 _MAX_MODELS = 256
 _NAME = re.compile(r"[\x21-\x7e]{1,200}", re.ASCII)
 _DONE = b"[DONE]"
+_USAGE = re.compile(rb'"usage"\s*:\s*\{')
+_ENDS = frozenset({b"event: message_stop", b"event: response.completed", b"event: response.incomplete"})
 _FINISHED = re.compile(rb'"finish_reason"\s*:\s*"')
 _SAYS = re.compile(rb'"(content|text|delta|reasoning_content|reasoning|arguments|partial_json)"\s*:\s*"[^"]')
 _BLANK = re.compile(rb"\r?\n\r?\n")
@@ -126,33 +128,10 @@ def beginnings_of(prompt: bytes, model: str, tenant: str) -> tuple[int, ...]:
     return tuple(names)
 
 
-def likely_tokens(prompt: bytes) -> int:
-    return len(prompt) // 4 + 1
-
-
 # --- answers
 
 
-class _Details(msgspec.Struct):
-    cached_tokens: int | None = None
-
-
-class _Usage(msgspec.Struct):
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
-    input_tokens: int | None = None
-    output_tokens: int | None = None
-    prompt_tokens_details: _Details | None = None
-
-
-class _Nested(msgspec.Struct):
-    usage: _Usage | None = None
-
-
 class _Chunk(msgspec.Struct):
-    usage: _Usage | None = None
-    message: _Nested | str | None = None
-    response: _Nested | None = None
     choices: list[msgspec.Raw] | None = None
     error: msgspec.Raw = msgspec.Raw()
 
@@ -162,6 +141,8 @@ class _Chunk(msgspec.Struct):
 
 
 _CHUNK = msgspec.json.Decoder(_Chunk)
+# Names of no text: there the marks before and after would be escaped.
+_COUNTS = re.compile(rb'"(prompt|completion|input|output|cached)_tokens"\s*:\s*(-?\d{1,18})(?!\d)')
 
 
 @dataclass(slots=True)
@@ -172,33 +153,28 @@ class Usage:
     most_prompt: int
     num_events: int = 0  # with something of the answer
     num_bytes: int = 0
-    said: _Usage = field(default_factory=_Usage)
+    said: dict[bytes, int] = field(default_factory=dict)
 
     @classmethod
     def of(cls, prompt: bytes) -> "Usage":
-        return cls(likely_tokens(prompt), len(prompt) + _TEMPLATE_TOKENS)
+        return cls(len(prompt) // 4 + 1, len(prompt) + _TEMPLATE_TOKENS)
 
-    def note(self, said: _Usage | None) -> None:
-        for name in _Usage.__struct_fields__ if said is not None else ():
-            if getattr(said, name) is not None:
-                setattr(self.said, name, getattr(said, name))
+    def note(self, answer: bytes) -> None:
+        self.said |= {match[1]: int(match[2]) for match in _COUNTS.finditer(answer)}
 
     @property
     def prompt_tokens(self) -> int:
-        said = self.said.prompt_tokens if self.said.prompt_tokens is not None else self.said.input_tokens
-        return said if said is not None and 0 < said <= self.most_prompt else self.likely_prompt
+        said = self.said.get(b"prompt", self.said.get(b"input", 0))
+        return said if 0 < said <= self.most_prompt else self.likely_prompt
 
     @property
     def output_tokens(self) -> int:
-        said = self.said.completion_tokens if self.said.completion_tokens is not None else self.said.output_tokens
-        least = min(self.num_events, 1)
-        return said if said is not None and least <= said <= self.num_bytes + 1 else self.num_events
+        said = self.said.get(b"completion", self.said.get(b"output", -1))
+        return said if min(self.num_events, 1) <= said <= self.num_bytes + 1 else self.num_events
 
     @property
     def cached_tokens(self) -> int:
-        details = self.said.prompt_tokens_details
-        said = details.cached_tokens if details is not None else None
-        return min(max(said or 0, 0), self.prompt_tokens)
+        return min(max(self.said.get(b"cached", 0), 0), self.prompt_tokens)
 
 
 def read_whole(body: bytes, usage: Usage) -> None:
@@ -210,7 +186,7 @@ def read_whole(body: bytes, usage: Usage) -> None:
         raise ProtocolError("its answer is no object of OpenAI's API") from error
     if chunk.is_error:
         raise ProtocolError("its answer is an error with the status of a success")
-    usage.note(chunk.usage)
+    usage.note(body)
 
 
 class EventCutter:
@@ -266,20 +242,14 @@ class EventCutter:
             raise ProtocolError("an event of its stream is no JSON object") from error
         if chunk.is_error or b"event: error" in lines:
             raise ProtocolError("its stream ended with an error")
-        self._note(chunk, lines)
-        if chunk.choices == [] and chunk.usage is not None and not self._shows_usage:
-            return b""
+        if _USAGE.search(payload) is not None:
+            self._usage.note(payload)
+            if chunk.choices == [] and not self._shows_usage:
+                return b""
+        self.is_complete |= not _ENDS.isdisjoint(lines) or any(map(_FINISHED.search, chunk.choices or ()))
         self._usage.num_events += _SAYS.search(payload) is not None
         self._usage.num_bytes += len(payload)
         return event + b"\n\n"
-
-    def _note(self, chunk: _Chunk, lines: list[bytes]) -> None:
-        self._usage.note(chunk.usage)
-        for nested in (chunk.message, chunk.response):
-            self._usage.note(nested.usage if isinstance(nested, _Nested) else None)
-        ends = (b"event: message_stop", b"event: response.completed", b"event: response.incomplete")
-        self.is_complete |= any(line in ends for line in lines)
-        self.is_complete |= any(_FINISHED.search(choice) is not None for choice in chunk.choices or ())
 
 
 _NOTHING_YET = re.compile(

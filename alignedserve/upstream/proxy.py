@@ -443,7 +443,7 @@ class UpstreamProxy:
         for item in listed[:8]:
             with contextlib.suppress(GenerationError, InvalidRequest, Again):
                 usage = await self._canary(url, item.name, Slo())
-                fingerprint = item.fingerprint._replace(probe_tokens=usage.said.prompt_tokens)
+                fingerprint = item.fingerprint._replace(probe_tokens=usage.said.get(b"prompt"))
                 item = replace(item, fingerprint=fingerprint)
             if self.logic.upstreams[url].is_refused:
                 return []
