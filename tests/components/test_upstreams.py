@@ -13,8 +13,11 @@ import pytest
 
 from alignedserve.config.sections import BatchesConfig, ClusterConfig, GatewayConfig
 from alignedserve.core.errors import ConfigError
+from alignedserve.gateway.server import HttpServer, bind
 from alignedserve.upstream import proxy
 from alignedserve.upstream.service import UpstreamServer, checked_urls
+from tests.gateway.support import saying, services_for
+from tests.harnesses.scripted_backend import ScriptedBackend
 from tests.harnesses.upstream_server import Engine
 from tests.harnesses.upstream_server import UpstreamServer as Scripted
 from tests.support.ports import free_port
@@ -304,3 +307,36 @@ async def test_a_drain_lets_open_answers_end() -> None:
 
 def test_nothing_of_an_upstream_is_read_without_a_bound() -> None:
     assert proxy.MAX_BODY_BYTES == 64 << 20
+
+
+async def test_our_own_server_answers_every_api() -> None:
+    backend = ScriptedBackend(saying("hello world"))
+    services = services_for(backend, GatewayConfig())
+    ours = HttpServer(services, bind("127.0.0.1", 0))
+    await ours.start()
+    user = [{"role": "user", "content": "hello"}]
+    try:
+        async with door(more=[f"http://127.0.0.1:{ours.port}"]) as (client, _):
+            bodies = {
+                "/v1/chat/completions": {"messages": user},
+                "/v1/completions": {"prompt": "hello"},
+                "/v1/messages": {"messages": user, "max_tokens": 9},
+                "/v1/responses": {"input": "hello", "store": False},
+            }
+            for path, body in bodies.items():
+                for is_streamed in (False, True):
+                    sent = {"model": "tiny", "stream": is_streamed, "service_tier": "default", **body}
+                    if path == "/v1/messages":
+                        sent["service_tier"] = "standard_only"
+                    answer = await client.post(path, json=sent)
+                    assert answer.status_code == 200, answer.text
+                    assert "world" in answer.text
+                    assert "error" not in answer.text or '"error":null' in answer.text
+            stored = await client.post("/v1/responses", json={"model": "tiny", "input": "x", "background": True})
+            counted = await client.post("/tokenize", json={"model": "tiny", "prompt": "hello"})
+            unknown = await client.post("/v1/chat/completions", json={"model": "other", "messages": user})
+    finally:
+        await ours.stop()
+    assert stored.json()["error"]["code"] == "unsupported_parameter"
+    assert counted.json()["count"] > 0
+    assert unknown.status_code == 404
