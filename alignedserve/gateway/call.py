@@ -104,7 +104,7 @@ class Call:
 
     @property
     def answer_elsewhere(self) -> Callable[[str], Awaitable[Response]] | None:
-        """Return what answers a call to this path by other servers; None: models are served here."""
+        """Return the answerer of a path by other servers; None: models are served here."""
         elsewhere = self.services.elsewhere
         return None if elsewhere is None else partial(elsewhere, self)
 
@@ -154,7 +154,7 @@ class Call:
         await self.hold_tokens(num_wanted, num_used)
 
     async def hold_tokens(self, num_wanted: int, num_used: Callable[[], int]) -> None:
-        """Count the call as open, and these tokens, of which those not used at its end are given back. Raises as
+        """Count the call as open, and these tokens; unused tokens are given back at its end. Raises as
         `hold_limits`."""
         await self.hold_open()
         if self.key.tokens_per_minute is None:

@@ -57,7 +57,7 @@ class _List(msgspec.Struct):
 
 
 @dataclass(frozen=True, slots=True)
-class ListedModel:
+class UpstreamModel:
     """A model as an upstream lists it."""
 
     name: str
@@ -66,7 +66,7 @@ class ListedModel:
     fingerprint: Fingerprint
 
 
-def read_models(body: bytes) -> list[ListedModel]:
+def read_models(body: bytes) -> list[UpstreamModel]:
     """Return the models that a server lists. Raises ProtocolError."""
     try:
         listed = msgspec.json.decode(body, type=_List).data
@@ -75,11 +75,11 @@ def read_models(body: bytes) -> list[ListedModel]:
     return [_model(item) for item in listed[:_MAX_MODELS] if _NAME.fullmatch(item.id)]
 
 
-def _model(item: _Listed) -> ListedModel:
+def _model(item: _Listed) -> UpstreamModel:
     root = PurePath(item.root).name if item.root else None
     fingerprint = Fingerprint(root, item.meta.n_params if item.meta is not None else None)
     length = item.max_model_len if item.max_model_len is not None and 0 < item.max_model_len < 1 << 40 else None
-    return ListedModel(item.id, item.owned_by, length, fingerprint)
+    return UpstreamModel(item.id, item.owned_by, length, fingerprint)
 
 
 # --- requests
@@ -146,7 +146,7 @@ _COUNTS = re.compile(rb'"(prompt|completion|input|output|cached)_tokens"\s*:\s*(
 
 
 @dataclass(slots=True)
-class Usage:
+class AnswerUsage:
     """Tokens of one answer: what the upstream says, where that can be true, else what was counted."""
 
     likely_prompt: int
@@ -156,7 +156,7 @@ class Usage:
     said: dict[bytes, int] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, prompt: bytes) -> "Usage":
+    def of(cls, prompt: bytes) -> "AnswerUsage":
         return cls(len(prompt) // 4 + 1, len(prompt) + _TEMPLATE_TOKENS)
 
     def note(self, answer: bytes) -> None:
@@ -177,7 +177,7 @@ class Usage:
         return min(max(self.said.get(b"cached", 0), 0), self.prompt_tokens)
 
 
-def read_whole(body: bytes, usage: Usage) -> None:
+def read_whole(body: bytes, usage: AnswerUsage) -> None:
     """Note the usage of a whole answer. Raises ProtocolError for anything but a JSON object without an error."""
     usage.num_bytes = len(body)
     try:
@@ -192,7 +192,7 @@ def read_whole(body: bytes, usage: Usage) -> None:
 class EventCutter:
     """Cuts a stream of events where events end, so that no half of one is passed on; keeps what is not the client's."""
 
-    def __init__(self, usage: Usage, *, shows_usage: bool) -> None:
+    def __init__(self, usage: AnswerUsage, *, shows_usage: bool) -> None:
         self._usage = usage
         self._shows_usage = shows_usage
         self._rest = b""

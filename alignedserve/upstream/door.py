@@ -63,9 +63,9 @@ from alignedserve.messages.gateways import ClusterStatus
 from alignedserve.messages.request_notes import RequestNote, RequestsNoted, Step
 from alignedserve.text.tokenizer import Tokenizer, TokenizerOnUse
 from alignedserve.upstream import logic as deciding
-from alignedserve.upstream.dialect import LOOP_HEADER, Usage, beginnings_of, prompt_of
+from alignedserve.upstream.dialect import LOOP_HEADER, AnswerUsage, beginnings_of, prompt_of
 from alignedserve.upstream.logic import CHAT, DOCUMENT
-from alignedserve.upstream.proxy import Job, UpstreamProxy
+from alignedserve.upstream.proxy import PassedCall, UpstreamProxy
 from alignedserve.usage.records import BEST_EFFORT, REAL_TIME, UsageCounts, UsageSubject
 
 _LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
@@ -79,7 +79,7 @@ _STATEFUL = ("background", "previous_response_id", "conversation")
 
 @dataclass(frozen=True, slots=True)
 class _Terms:
-    """Fields of a body that say on which terms it is served."""
+    """A body's tier and priority."""
 
     service_tier: str
     priority: int | None
@@ -156,9 +156,9 @@ class _Answers(ReadinessProbe):
 
 
 class Course:
-    """One call from its arrival to its end: what is measured, counted and explained of it."""
+    """Measures, counts and explains one call."""
 
-    def __init__(self, job: Job, request: Request, model: ModelServices, arrival: Arrival) -> None:
+    def __init__(self, job: PassedCall, request: Request, model: ModelServices, arrival: Arrival) -> None:
         self.job = job
         self.is_complete = False
         self._request = request
@@ -282,7 +282,7 @@ class Door:
             refuse("stream", "it is true or false")
         terms = CallTerms.of(_Terms.of(fields), arrival, model)
         prompt = prompt_of(fields)
-        usage = Usage.of(prompt)
+        usage = AnswerUsage.of(prompt)
         most = min(_most_tokens(fields), _MOST_ANSWER)
         slo = terms.slo.completed_by(terms.default)
         if not fields.get("stream"):  # whose first token nobody sees
@@ -300,7 +300,7 @@ class Door:
             weight=arrival.key.weight,
         )
         name = model.model.name
-        call = deciding.Call(
+        call = deciding.WaitingCall(
             arrival.request_id,
             name,
             request.request_class,
@@ -314,7 +314,7 @@ class Door:
         headers = {header: arrival.headers[header] for header in _PASSED if header in arrival.headers}
         headers[REQUEST_ID_HEADER] = arrival.request_id
         sent = {**fields, "model": name}
-        return Course(Job(call, path, sent, usage, doors, headers), request, model, arrival)
+        return Course(PassedCall(call, path, sent, usage, doors, headers), request, model, arrival)
 
 
 def _no_tokenizer() -> Tokenizer:

@@ -69,7 +69,7 @@ class Allowance:
 
 
 @dataclass(slots=True)
-class Call:
+class WaitingCall:
     """One call, from its arrival to its end."""
 
     call_id: str
@@ -109,7 +109,7 @@ class Upstream:
     credit: float = 0.0  # prompt tokens of documents that may start now, if above 0
     is_full: bool = False  # a document waited for a place since chat had its last first token
     is_short: bool = False  # or for credit
-    calls: dict[str, Call] = field(default_factory=dict)
+    calls: dict[str, WaitingCall] = field(default_factory=dict)
     first_s: float = -math.inf  # when chat had its last first token
     gap_s: float = -math.inf  # when its gaps were looked at last
     num_answered: int = 0
@@ -121,7 +121,7 @@ class Upstream:
     def num_open(self, request_class: RequestClass) -> int:
         return sum(call.request_class is request_class for call in self.calls.values())
 
-    def has_place(self, call: Call, now: float) -> bool:
+    def has_place(self, call: WaitingCall, now: float) -> bool:
         num_open = self.num_open(call.request_class)
         if call.request_class is CHAT:
             return num_open < _MOST_CHATS
@@ -147,7 +147,7 @@ class Upstream:
         return is_cut
 
 
-class Started(NamedTuple):
+class CallStarted(NamedTuple):
     """A call that goes to an upstream now."""
 
     call_id: str
@@ -157,11 +157,11 @@ class Started(NamedTuple):
 class _Line:
     def __init__(self) -> None:
         self.shares = FairShares()
-        self.calls: dict[str, OrderedDict[str, Call]] = {}  # by tenant
+        self.calls: dict[str, OrderedDict[str, WaitingCall]] = {}  # by tenant
 
 
 class UpstreamLogic:
-    """All upstreams of one door, and the calls that wait there."""
+    """The upstreams of one door, and its waiting calls."""
 
     def __init__(self, urls: Sequence[str]) -> None:
         self.upstreams = {url: Upstream(url) for url in urls}
@@ -224,13 +224,13 @@ class UpstreamLogic:
 
     # --- calls
 
-    def arrive(self, call: Call, now: float) -> None:
+    def arrive(self, call: WaitingCall, now: float) -> None:
         line = self._lines.setdefault((call.model, call.request_class), _Line())
         call.url, call.first_s, call.num_tokens = None, None, 0
         line.calls.setdefault(call.tenant, OrderedDict())[call.call_id] = call
         line.shares.wait(call.tenant, call.weight, now)
 
-    def leave(self, call: Call) -> None:
+    def leave(self, call: WaitingCall) -> None:
         """Forget a call that still waits. May be repeated."""
         line = self._lines.get((call.model, call.request_class))
         calls = line.calls.get(call.tenant) if line is not None else None
@@ -239,7 +239,7 @@ class UpstreamLogic:
             if not calls:
                 del line.calls[call.tenant]
 
-    def starts(self, now: float) -> Iterator[Started]:
+    def starts(self, now: float) -> Iterator[CallStarted]:
         """Yield the calls that start now: chat first."""
         for request_class in (CHAT, DOCUMENT):
             for (_, kind), line in tuple(self._lines.items()):
@@ -250,9 +250,9 @@ class UpstreamLogic:
                     line.shares.charge(call.tenant, cost_of(call.num_prompt_tokens, 0))
                     self.leave(call)
                     self._start(call, upstream, now)
-                    yield Started(call.call_id, upstream.url)
+                    yield CallStarted(call.call_id, upstream.url)
 
-    def on_token(self, call: Call, count: int, now: float) -> None:
+    def on_token(self, call: WaitingCall, count: int, now: float) -> None:
         """Note tokens of a call; only the first is looked at in its moment."""
         call.num_tokens += count
         if call.first_s is not None or call.url is None:
@@ -264,7 +264,7 @@ class UpstreamLogic:
             upstream.first_s = now
             upstream.saw(now, suffers=now - call.started_s > _SUFFERS * call.slo.ttft_s, is_first=True)
 
-    def end(self, call: Call, *, is_answered: bool) -> None:
+    def end(self, call: WaitingCall, *, is_answered: bool) -> None:
         """Let a call leave its upstream. May be repeated."""
         upstream = self.upstreams[call.url] if call.url is not None else None
         if upstream is None or upstream.calls.pop(call.call_id, None) is None:
@@ -285,9 +285,9 @@ class UpstreamLogic:
             if item.is_up and item.num_open(DOCUMENT) and now - item.first_s > 1.0
         ]
 
-    def tick(self, now: float) -> list[Call]:
+    def tick(self, now: float) -> list[WaitingCall]:
         """Move the allowances by what chat has seen; return documents to take back from their upstreams."""
-        shed: list[Call] = []
+        shed: list[WaitingCall] = []
         for upstream in self.upstreams.values():
             upstream.credit = min(upstream.rate.limit * _BURST_S, upstream.credit + upstream.rate.limit * TICK_S)
             for call in upstream.calls.values():
@@ -318,17 +318,17 @@ class UpstreamLogic:
         if parts:
             upstream.saw(now, suffers=sum(parts) / len(parts) > _SUFFERS, is_first=False)
 
-    def _over(self, upstream: Upstream) -> list[Call]:
+    def _over(self, upstream: Upstream) -> list[WaitingCall]:
         documents = [call for call in upstream.calls.values() if call.request_class is DOCUMENT]
         num_over = len(documents) - math.ceil(upstream.documents.limit)
         able = [call for call in documents if call.may_be_shed and call.num_shed < _MAX_SHED]
         return sorted(able, key=lambda call: -call.started_s)[: max(num_over, 0)]
 
-    def _next(self, line: _Line) -> Call | None:
+    def _next(self, line: _Line) -> WaitingCall | None:
         tenant = line.shares.first
         return None if tenant is None else next(iter(line.calls[tenant].values()))
 
-    def _choose(self, call: Call, now: float) -> Upstream | None:
+    def _choose(self, call: WaitingCall, now: float) -> Upstream | None:
         serving = self.serving(call.model)
         able = [item for item in serving if item.url not in call.avoided] or serving
         free = [item for item in able if item.has_place(call, now)]
@@ -338,13 +338,13 @@ class UpstreamLogic:
         near = [item for item in free if len(item.calls) <= most]
         return max(near, key=lambda item: (self._num_begun(call, item), -len(item.calls)))
 
-    def _num_begun(self, call: Call, upstream: Upstream) -> int:
+    def _num_begun(self, call: WaitingCall, upstream: Upstream) -> int:
         for count in range(len(call.beginnings), 0, -1):
             if self._beginnings.get((call.model, call.beginnings[count - 1])) == upstream.url:
                 return count
         return 0
 
-    def _start(self, call: Call, upstream: Upstream, now: float) -> None:
+    def _start(self, call: WaitingCall, upstream: Upstream, now: float) -> None:
         call.url, call.started_s = upstream.url, now
         upstream.calls[call.call_id] = call
         if call.request_class is DOCUMENT:

@@ -1,7 +1,7 @@
 """Passes calls on to upstream servers and their answers back, as they come.
 
-A call whose upstream fails goes to another one as long as its client has had nothing; afterwards its stream ends with
-an error. So no token is ever sent twice.
+When an upstream fails before the client has had anything, the call goes to another upstream; afterwards its stream
+ends with an error. So no token is ever sent twice.
 """
 
 import asyncio
@@ -38,10 +38,10 @@ from alignedserve.upstream.dialect import (
     MAX_BODY_BYTES,
     MAX_LIST_BYTES,
     PROBE_TEXT,
+    AnswerUsage,
     EventCutter,
-    ListedModel,
     Manners,
-    Usage,
+    UpstreamModel,
     body_for,
     known_code,
     read_models,
@@ -49,7 +49,7 @@ from alignedserve.upstream.dialect import (
     says_nothing,
     wants_usage,
 )
-from alignedserve.upstream.logic import TICK_S, Call, UpstreamLogic
+from alignedserve.upstream.logic import TICK_S, UpstreamLogic, WaitingCall
 
 logger = logging.getLogger(__name__)
 
@@ -81,13 +81,13 @@ class _Shed(Exception):
 
 
 @dataclass(slots=True)
-class Job:
+class PassedCall:
     """One call and what is sent for it."""
 
-    call: Call
+    call: WaitingCall
     path: str
     fields: Mapping[str, Any] = field(repr=False)
-    usage: Usage
+    usage: AnswerUsage
     doors: str = ""  # that it came through
     headers: Mapping[str, str] = field(default_factory=dict)
     on_first: Callable[[float], None] | None = None
@@ -120,7 +120,7 @@ class UpstreamProxy:
         self._config = config
         self._key = key
         self._on_models = on_models
-        self._jobs: dict[str, Job] = {}
+        self._jobs: dict[str, PassedCall] = {}
         self._session: aiohttp.ClientSession | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._looks: dict[str, asyncio.Task[None]] = {}
@@ -151,16 +151,16 @@ class UpstreamProxy:
 
     # --- one call
 
-    async def whole(self, job: Job) -> bytes:
+    async def whole(self, job: PassedCall) -> bytes:
         """Return the whole answer. Raises GenerationError, InvalidRequest. Cancelling it frees everything."""
         body: bytes = await self._attempts(job, self._whole)
         return body
 
-    async def stream(self, job: Job, write: Write) -> None:
+    async def stream(self, job: PassedCall, write: Write) -> None:
         """Write the events as they come. Raises as `whole`."""
         await self._attempts(job, partial(self._stream, write=write))
 
-    async def _attempts(self, job: Job, attempt: Callable[..., Any]) -> Any:
+    async def _attempts(self, job: PassedCall, attempt: Callable[..., Any]) -> Any:
         call, num_failed = job.call, 0
         try:
             while True:
@@ -186,7 +186,7 @@ class UpstreamProxy:
             self.logic.end(call, is_answered=False)
             self._start_calls()
 
-    async def _place(self, job: Job) -> str:
+    async def _place(self, job: PassedCall) -> str:
         call, now = job.call, time.monotonic()
         if not self.logic.serving(call.model) and not job.is_document:
             raise Unavailable("No upstream server of this model answers at present.", retry_after_s=_RETRY_S)
@@ -210,7 +210,7 @@ class UpstreamProxy:
             if job is not None and job.placed is not None and not job.placed.done():
                 job.placed.set_result(started.url)
 
-    async def _attempt(self, job: Job, url: str, attempt: Callable[..., Any]) -> Any:
+    async def _attempt(self, job: PassedCall, url: str, attempt: Callable[..., Any]) -> Any:
         job.task = asyncio.current_task()
         if not job.call.may_be_shed:
             return await attempt(job, url)
@@ -224,7 +224,7 @@ class UpstreamProxy:
             await asyncio.gather(work, return_exceptions=True)
             raise
 
-    def _shed(self, call: Call) -> None:
+    def _shed(self, call: WaitingCall) -> None:
         job = self._jobs.get(call.call_id)
         if job is not None and job.task is not None and not job.task.done():
             self.logic.end(call, is_answered=False)
@@ -233,7 +233,7 @@ class UpstreamProxy:
     # --- one attempt
 
     @contextlib.asynccontextmanager
-    async def _request(self, job: Job, url: str) -> AsyncIterator[aiohttp.ClientResponse]:
+    async def _request(self, job: PassedCall, url: str) -> AsyncIterator[aiohttp.ClientResponse]:
         """Send a call; refusals of the upstream and what it cannot do are raised. Raises Again, GenerationError."""
         assert self._session is not None, "a proxy that was not started"
         manners, config = self.manners[url], self._config
@@ -272,12 +272,12 @@ class UpstreamProxy:
             self._strike(url, str(error))
             raise self._lost(job, is_silent=False) from error
 
-    def _lost(self, job: Job, is_silent: bool) -> Exception:
+    def _lost(self, job: PassedCall, is_silent: bool) -> Exception:
         if job.call.first_s is not None:
             return GenerationFailed(_LOST)
         return Again(TimedOut("The upstream server did not answer in time.") if is_silent else Unavailable(_ALL_FAILED))
 
-    async def _refuse(self, job: Job, url: str, response: aiohttp.ClientResponse) -> NoReturn:
+    async def _refuse(self, job: PassedCall, url: str, response: aiohttp.ClientResponse) -> NoReturn:
         """Raise what a refusal means. Of its words only codes that mean the same everywhere are repeated."""
         status, body = response.status, await response.content.read(_MAX_ERROR_BYTES)
         logger.info("%s answered %d to %s", url, status, job.call.call_id)
@@ -305,7 +305,7 @@ class UpstreamProxy:
             raise BodyTooLarge("The body is larger than the upstream server reads.")
         raise InvalidRequest(f"The upstream server refused the request (status {status}).", code=code or "refused")
 
-    async def _whole(self, job: Job, url: str) -> bytes:
+    async def _whole(self, job: PassedCall, url: str) -> bytes:
         async with self._request(job, url) as response:
             parts, num_bytes = [], 0
             async for part in response.content.iter_any():
@@ -321,7 +321,7 @@ class UpstreamProxy:
             job.on_first(now)
         return body
 
-    async def _stream(self, job: Job, url: str, write: Write) -> None:
+    async def _stream(self, job: PassedCall, url: str, write: Write) -> None:
         usage, call = job.usage, job.call
         usage.num_events = usage.num_bytes = 0
         cutter = EventCutter(
@@ -380,7 +380,7 @@ class UpstreamProxy:
             for url in self.logic.due_looks(now):
                 self._look_soon(url)
             for url in self.logic.wants_canary(now):
-                self._start_look(f"{url} canary", lambda url=url: self._canary_beside(url))
+                self._start_look(f"{url} canary", partial(self._canary_beside, url))
             self._start_calls()
 
     def _look_soon(self, url: str) -> None:
@@ -420,7 +420,7 @@ class UpstreamProxy:
             self._on_models()
         self._start_calls()
 
-    async def _list(self, url: str) -> list[ListedModel]:
+    async def _list(self, url: str) -> list[UpstreamModel]:
         assert self._session is not None, "a proxy that was not started"
         headers = {LOOP_HEADER: self.door_id}
         async with self._session.get(url + "/v1/models", headers=headers, allow_redirects=False) as response:
@@ -437,7 +437,7 @@ class UpstreamProxy:
         self.manners[url].owner = listed[0].owner if listed else ""
         return listed
 
-    async def _fingerprinted(self, url: str, listed: list[ListedModel]) -> list[ListedModel]:
+    async def _fingerprinted(self, url: str, listed: list[UpstreamModel]) -> list[UpstreamModel]:
         """Ask each model for a token: what it counts of a fixed prompt tells models of one name apart."""
         done = []
         for item in listed[:8]:
@@ -450,13 +450,13 @@ class UpstreamProxy:
             done.append(item)
         return [*done, *listed[8:]]
 
-    async def _canary(self, url: str, model: str, slo: Slo) -> Usage:
+    async def _canary(self, url: str, model: str, slo: Slo) -> AnswerUsage:
         """Be a chat of a few tokens; return what the upstream says of its usage. Raises as `whole`, and Again."""
         name, began_s, times = f"canary-{secrets.token_hex(4)}", time.monotonic(), list[float]()
-        call = Call(name, model, RequestClass.REAL_TIME, "", 1.0, 16, slo, url=url, started_s=began_s)
+        call = WaitingCall(name, model, RequestClass.REAL_TIME, "", 1.0, 16, slo, url=url, started_s=began_s)
         messages = [{"role": "user", "content": PROBE_TEXT}]
         fields = {"model": model, "messages": messages, "max_tokens": 8, "temperature": 0, "stream": True}
-        job = Job(call, _CHAT, fields, Usage.of(PROBE_TEXT.encode()))
+        job = PassedCall(call, _CHAT, fields, AnswerUsage.of(PROBE_TEXT.encode()))
 
         async def note(_: bytes) -> None:
             times.append(time.monotonic())
@@ -474,7 +474,7 @@ class UpstreamProxy:
         return job.usage
 
     async def _canary_beside(self, url: str) -> None:
-        """Be a chat beside documents, so that the next one finds what it needs."""
+        """Be a chat beside documents, to learn before the next client comes."""
         calls = self.logic.upstreams[url].calls.values()
         model = next((call.model for call in calls if call.request_class is RequestClass.BEST_EFFORT), None)
         with contextlib.suppress(GenerationError, InvalidRequest, Again, TimeoutError):

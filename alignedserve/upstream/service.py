@@ -26,7 +26,7 @@ _LOOPBACK = ("localhost", "127.0.0.1", "[::1]", "0.0.0.0")  # noqa: S104  (compa
 
 
 def checked_urls(urls: Sequence[str], config: GatewayConfig) -> tuple[str, ...]:
-    """Return the upstreams' base addresses. Raises ConfigError for what is none, twice there, or this server itself."""
+    """Return the upstreams' base addresses. Raises ConfigError: bad, repeated, or this server."""
     bases: list[str] = []
     for url in urls:
         base = url.strip().rstrip("/").removesuffix("/v1")

@@ -128,7 +128,7 @@ def beside(arguments: Namespace, *options: str) -> list[dict[str, Any]]:
                 url, _ = running.enter_context(door(url, **objectives))
                 fields = {"service_tier": "flex"}
             load = Load(url, arguments, {}, fields)
-            row = {
+            row: dict[str, Any] = {
                 "server": "by priority" if "--priority" in options else "by arrival",
                 "door": has_door,
                 "alone": asyncio.run(load.phase(0)),

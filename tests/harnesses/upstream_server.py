@@ -13,6 +13,7 @@ from typing import Any
 
 import httptools
 import uvloop
+from typing_extensions import override
 
 _WORDS = ("one", "two", "three", "four", "five", "six", "seven", "eight")
 
@@ -134,10 +135,12 @@ class _Connection(asyncio.Protocol):
         self._task: asyncio.Task[None] | None = None
         self._sequence: Sequence | None = None
 
+    @override
     def connection_made(self, transport: Any) -> None:
         self.transport = transport
         self._server._connections.add(self)
 
+    @override
     def connection_lost(self, error: Exception | None) -> None:
         self._server._connections.discard(self)
         if self._task is not None and not self._task.done():
@@ -146,11 +149,14 @@ class _Connection(asyncio.Protocol):
         if self._sequence is not None:
             self._sequence.is_over = True
 
+    @override
     def data_received(self, received: bytes) -> None:
         self._parser.feed_data(received)
 
     def on_url(self, url: bytes) -> None:
-        self._path, self._body, self._headers = url.decode(), [], {}
+        self._path = url.decode()
+        self._body: list[bytes] = []
+        self._headers: dict[str, str] = {}
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._headers[name.decode().lower()] = value.decode()
@@ -268,7 +274,7 @@ class _Connection(asyncio.Protocol):
         self.transport.write(b"0\r\n\r\n")
 
     def _piece(self, word: str, is_chat: bool) -> bytes:
-        choice = {"delta": {"content": f" {word}"}} if is_chat else {"text": f" {word}"}
+        choice: dict[str, Any] = {"delta": {"content": f" {word}"}} if is_chat else {"text": f" {word}"}
         part = f"data: {json.dumps(self._chunk(**choice, finish_reason=None))}\n\n".encode()
         return b"%x\r\n%b\r\n" % (len(part), part)
 

@@ -6,10 +6,11 @@ import random
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 from alignedserve.core.request import Slo
-from alignedserve.upstream.logic import CHAT, DOCUMENT, TICK_S, Call, Fingerprint, UpstreamLogic
+from alignedserve.upstream.logic import CHAT, DOCUMENT, TICK_S, Fingerprint, UpstreamLogic, WaitingCall
 
 
 @dataclass
@@ -43,7 +44,7 @@ class SimulatedServer:
 class Work:
     """One call at the server."""
 
-    call: Call
+    call: WaitingCall
     num_left: int
     num_out: int
     num_made: int = 0
@@ -69,17 +70,18 @@ class DoorSimulation:
     slo: Slo = field(default_factory=lambda: Slo(1.0, 0.3))
     servers: list[SimulatedServer] = field(default_factory=lambda: [SimulatedServer()])
     chats_at_once: bool = False  # documents are not held back: what the server does by itself
-    on_started: Callable[[Call], None] = lambda _: None
+    on_started: Callable[[WaitingCall], None] = lambda _: None
 
     def run(self, seconds: float, warm_s: float = 30.0) -> Outcome:
-        self.rng, self.numbers, self.events = random.Random(self.seed), itertools.count(), []
+        self.rng, self.numbers = random.Random(self.seed), itertools.count()
+        self.events: list[tuple[float, int, Callable[[float], None]]] = []
         self.logic = UpstreamLogic([f"http://{index}" for index in range(len(self.servers))])
         for server in self.servers:
             server.waiting.clear()
             server.running.clear()
         self.works: dict[str, Work] = {}
         self.sizes: dict[str, tuple[int, int]] = {}
-        self.calls: dict[str, Call] = {}
+        self.calls: dict[str, WaitingCall] = {}
         self.idle = set(self.logic.upstreams)
         self.held: list[bool] = []
         self.ttfts: list[float] = []
@@ -115,7 +117,7 @@ class DoorSimulation:
         else:
             size = self.rng.randint(512, 1024), self.rng.randint(32, 128)
         slo = self.slo if kind is CHAT else Slo()
-        call = Call(name, "m", CHAT if kind is CHAT else DOCUMENT, "a", 1.0, size[0], slo, may_be_shed=True)
+        call = WaitingCall(name, "m", CHAT if kind is CHAT else DOCUMENT, "a", 1.0, size[0], slo, may_be_shed=True)
         self.calls[name], self.sizes[name], self.arrived[name] = call, size, now
         self.logic.arrive(call, now)
 
@@ -135,7 +137,7 @@ class DoorSimulation:
             self.on_started(work.call)
             if started.url in self.idle:
                 self.idle.discard(started.url)
-                self._at(now, lambda then, url=started.url: self._step(url, then))
+                self._at(now, partial(self._step, started.url))
         self.most = max(self.most, *(item.num_open(DOCUMENT) for item in self.logic.upstreams.values()))
 
     def _step(self, url: str, now: float) -> None:
@@ -182,7 +184,7 @@ class DoorSimulation:
         self._at(now + TICK_S, self._tick)
 
     def _canary(self, url: str, now: float) -> None:
-        call = Call(f"canary-{url}", "m", CHAT, "", 1.0, 4, self.slo, url=url, started_s=now)
+        call = WaitingCall(f"canary-{url}", "m", CHAT, "", 1.0, 4, self.slo, url=url, started_s=now)
         self.logic.upstreams[url].calls[call.call_id] = call
         work = self.works[call.call_id] = Work(call, 4, 8)
         self.calls[call.call_id], self.arrived[call.call_id] = call, now

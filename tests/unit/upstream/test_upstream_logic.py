@@ -5,8 +5,16 @@ import random
 import pytest
 
 from alignedserve.core.request import RequestClass, Slo
-from alignedserve.upstream.dialect import EventCutter, Manners, Usage, body_for, known_code, read_models, says_nothing
-from alignedserve.upstream.logic import CHAT, DOCUMENT, Call, Fingerprint, UpstreamLogic
+from alignedserve.upstream.dialect import (
+    AnswerUsage,
+    EventCutter,
+    Manners,
+    body_for,
+    known_code,
+    read_models,
+    says_nothing,
+)
+from alignedserve.upstream.logic import CHAT, DOCUMENT, Fingerprint, UpstreamLogic, WaitingCall
 from tests.harnesses.upstream_simulation import DoorSimulation, SimulatedServer
 
 A, B = "http://a", "http://b"
@@ -20,11 +28,11 @@ def logic(*urls: str) -> UpstreamLogic:
     return made
 
 
-def call(name: str, kind: RequestClass = CHAT, *, tenant: str = "t", beginnings: tuple[int, ...] = ()) -> Call:
-    return Call(name, "m", kind, tenant, 1.0, 10, Slo(1.0, 0.1), beginnings, may_be_shed=kind is DOCUMENT)
+def call(name: str, kind: RequestClass = CHAT, *, tenant: str = "t", beginnings: tuple[int, ...] = ()) -> WaitingCall:
+    return WaitingCall(name, "m", kind, tenant, 1.0, 10, Slo(1.0, 0.1), beginnings, may_be_shed=kind is DOCUMENT)
 
 
-def placed(door: UpstreamLogic, *calls: Call, now: float = 0.0) -> list[str]:
+def placed(door: UpstreamLogic, *calls: WaitingCall, now: float = 0.0) -> list[str]:
     for item in calls:
         door.arrive(item, now)
     return [started.url for started in door.starts(now)]
@@ -111,8 +119,8 @@ def test_documents_start_again_after_chat_has_pressed_them_out() -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_no_call_is_lost_or_doubled_in_random_histories(seed: int) -> None:
     rng, door, now = random.Random(seed), logic(), 0.0
-    waiting: dict[str, Call] = {}
-    running: dict[str, Call] = {}
+    waiting: dict[str, WaitingCall] = {}
+    running: dict[str, WaitingCall] = {}
     for number in range(400):
         now += rng.random() / 4
         act = rng.randrange(6)
@@ -148,8 +156,8 @@ def test_no_call_is_lost_or_doubled_in_random_histories(seed: int) -> None:
 # --- what upstreams say
 
 
-def cut(*parts: bytes, shows_usage: bool = False) -> tuple[bytes, EventCutter, Usage]:
-    usage = Usage.of(b"x" * 40)
+def cut(*parts: bytes, shows_usage: bool = False) -> tuple[bytes, EventCutter, AnswerUsage]:
+    usage = AnswerUsage.of(b"x" * 40)
     cutter = EventCutter(usage, shows_usage=shows_usage)
     return b"".join(map(cutter.feed, parts)), cutter, usage
 
