@@ -266,7 +266,8 @@ class _Connection(asyncio.Protocol):
             part = pieces[self._word(index)]
             self.transport.write(part)
             count += 1
-        self._event(self._chunk(**({"delta": {}} if is_chat else {"text": ""}), finish_reason="length"))
+        ending: dict[str, Any] = {"delta": {}} if is_chat else {"text": ""}
+        self._event(self._chunk(**ending, finish_reason="length"))
         if (body.get("stream_options") or {}).get("include_usage"):
             self._event({**self._chunk(), "choices": [], "usage": self._usage(body, count)})
         if fault != "no done":

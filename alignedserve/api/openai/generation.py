@@ -258,7 +258,7 @@ class Generation:
 
 
 class Pace:
-    """The times of one choice's tokens, and what metrics get of them."""
+    """Times one choice's tokens, for metrics."""
 
     def __init__(self, request: Request, metrics: ModelMetrics) -> None:
         self.request = request
