@@ -124,7 +124,11 @@ def beside(arguments: Namespace, *options: str) -> list[dict[str, Any]]:
             url = running.enter_context(upstream(*engine))
             fields: dict[str, Any] = {"priority": 10}
             if has_door:
-                objectives = {"default_ttft_s": str(arguments.ttft), "default_tpot_s": str(arguments.tpot)}
+                objectives = {
+                    "default_ttft_s": str(arguments.ttft),
+                    "default_tpot_s": str(arguments.tpot),
+                    "drain_s": "1",
+                }
                 url, _ = running.enter_context(door(url, **objectives))
                 fields = {"service_tier": "flex"}
             load = Load(url, arguments, {}, fields)
@@ -147,6 +151,7 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--documents", type=int, default=0, help="outstanding")
+    parser.add_argument("--orders", nargs="*", default=["arrival", "priority"], help="of the server's queue")
     parser.add_argument("--rate", type=float, default=0.8, help="chats a second")
     parser.add_argument("--ttft", type=float, default=1.0)
     parser.add_argument("--tpot", type=float, default=0.3)
@@ -159,7 +164,9 @@ def main() -> None:
     for _ in range(arguments.rounds):
         rounds.append(costs(arguments))
         print(json.dumps(rounds[-1]), flush=True)
-    rows = [*beside(arguments), *beside(arguments, "--priority")] if arguments.documents else []
+    options: dict[str, tuple[str, ...]] = {"arrival": (), "priority": ("--priority",)}
+    orders = arguments.orders if arguments.documents else ()
+    rows = [row for order in orders for row in beside(arguments, *options[order])]
     settings = ("streams", "tokens", "documents", "rate", "ttft", "tpot", "chunk", "seconds", "warm", "seed")
     named = {name: getattr(arguments, name) for name in settings}
     write_result(arguments.name, {**named, "costs": rounds, "beside": rows})
