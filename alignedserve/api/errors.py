@@ -21,6 +21,7 @@ AlignedServeError
     ├── ServerDraining          it is about to end and takes nothing new
     ├── Unservable              can never fit this cluster
     │   └── GrammarFailed           no token can follow under its grammar
+    ├── Loop                    a server behind this one leads back to it (508)
     ├── TimedOut                silent past its deadline
     └── GenerationFailed        an internal error"""
 
@@ -153,6 +154,10 @@ class GrammarFailed(Unservable):
         return error
 
 
+class Loop(GenerationError):
+    """A server behind this one leads back to it."""
+
+
 class TimedOut(GenerationError):
     """Silent past its deadline."""
 
@@ -220,6 +225,7 @@ ERROR_TABLE: tuple[tuple[type[Exception], HttpError], ...] = (
     (Unfetched, HttpError(502, "server_error", "fetch_failed")),
     (ServerDraining, HttpError(503, "server_error", "draining")),
     (Unservable, HttpError(400, "invalid_request_error", "unservable")),
+    (Loop, HttpError(508, "server_error", "loop")),
     (TimedOut, HttpError(504, "server_error", "timeout")),
     (GenerationFailed, HttpError(500, "server_error", "generation_failed")),
     (StoreFull, HttpError(503, "server_error", "storage_full")),

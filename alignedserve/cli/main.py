@@ -322,10 +322,15 @@ def _use_log_format(name: str | None) -> None:
 @app.command()
 @takes_options
 def serve(options: ServeOptions) -> None:
-    """Start a cluster on this machine and serve until Ctrl-C."""
+    """Start a cluster on this machine and serve until Ctrl-C; with --upstream, stand before other servers."""
     from alignedserve.config.model_settings import load_models
 
     _use_log_format(options.log_format)
+    if options.upstream:
+        from alignedserve.cli.commands.serving.upstreams import serve as stand_before
+
+        stand_before(options)
+        return
     settings = load_models(options.config, options.all_overrides, options.named_models)
     settings.check()  # a mistake is told before what takes seconds is imported
     gc.disable()  # until it is up: modules leave no garbage

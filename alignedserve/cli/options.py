@@ -92,6 +92,14 @@ class ServeOptions:
             "such as smollm2 or qwen3, or pocket for the model that comes with AlignedServe; several share machines.",
         ),
     ] = ()
+    upstream: Annotated[
+        tuple[str, ...],
+        typer.Option(
+            "--upstream",
+            metavar="URL",
+            help="Serve no model here, but stand before this OpenAI-compatible server (repeatable).",
+        ),
+    ] = ()
     config: ConfigOption = None
     overrides: SetOption = ()
     port: Annotated[int | None, typer.Option("--port", help="Short for --set gateway.port=PORT.")] = None

@@ -103,6 +103,12 @@ class Call:
             raise Forbidden("This key may not see what others use (may_see_usage).", code="usage_not_allowed")
 
     @property
+    def answer_elsewhere(self) -> Callable[[str], Awaitable[Response]] | None:
+        """Return the answerer of a path by other servers; None: models are served here."""
+        elsewhere = self.services.elsewhere
+        return None if elsewhere is None else partial(elsewhere, self)
+
+    @property
     def is_last(self) -> bool:
         is_refused = self.body is not None and self.body.is_refused
         return self.services.intake.is_closed or self.closes_connection or is_refused
@@ -139,18 +145,23 @@ class Call:
 
         Raises QuotaExceeded, Unavailable.
         """
+        request = generation.request
+        num_wanted = request.num_prompt_tokens + sum(choice.sampling.max_tokens for choice in request.requests)
+
+        def num_used() -> int:
+            return request.num_prompt_tokens + generation.num_generated_tokens if generation.has_started else 0
+
+        await self.hold_tokens(num_wanted, num_used)
+
+    async def hold_tokens(self, num_wanted: int, num_used: Callable[[], int]) -> None:
+        """Count the call as open, and these tokens; unused tokens are given back at its end. Raises as
+        `hold_limits`."""
         await self.hold_open()
         if self.key.tokens_per_minute is None:
             return
-        quotas, request, counted_s = self.services.quotas, generation.request, time.monotonic()
-        num_wanted = request.num_prompt_tokens + sum(choice.sampling.max_tokens for choice in request.requests)
+        quotas, counted_s = self.services.quotas, time.monotonic()
         await quotas.count_tokens(self.key, num_wanted, self.limits)
-
-        def give_back() -> None:
-            num_used = request.num_prompt_tokens + generation.num_generated_tokens if generation.has_started else 0
-            quotas.give_back(self.key, num_wanted - num_used, counted_s)
-
-        self.held.callback(give_back)
+        self.held.callback(lambda: quotas.give_back(self.key, num_wanted - num_used(), counted_s))
 
     # --- its model
 

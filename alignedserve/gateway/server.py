@@ -6,12 +6,13 @@ import errno
 import logging
 import socket
 import ssl
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import cast
 
 import uvicorn
+from starlette.responses import Response
 from typing_extensions import override
 
 from alignedserve.api.backend.connection import ClusterConnection, ClusterLinks
@@ -55,7 +56,7 @@ class GatewayServer:
     def __init__(
         self,
         *,
-        links: ClusterLinks,
+        links: ClusterLinks | None,
         deployments: Sequence[ServedDeployment],
         config: GatewayConfig,
         api_keys: Sequence[str] = (),
@@ -63,7 +64,8 @@ class GatewayServer:
         observing: Observing | None = None,
         is_restarted: bool = False,
     ) -> None:
-        """`deployments`: the first list; see `serve_models`. `state`: None: it shares nothing with other gateways.
+        """`links`: None: there is no cluster, and a subclass says what answers. `deployments`: the first list; see
+        `serve_models`. `state`: None: it shares nothing with other gateways.
         `observing`: None: calls are explained, and not traced.
 
         `is_restarted`: a process of its name died, so that the list may be of old: the current one will be told.
@@ -78,6 +80,7 @@ class GatewayServer:
         self._state = state or SharedState()
         self._observing = observing
         self._is_restarted = is_restarted
+        self._elsewhere: Callable[..., Awaitable[Response]] | None = None  # answers calls by other servers
         self._client: StateClient | None = None
         self._quotas: RequestQuotas | None = None
         self._stores: BatchStores | None = None
@@ -119,6 +122,10 @@ class GatewayServer:
         if self._http is not None:
             self._http.read_again()
 
+    @property
+    def _name(self) -> str:
+        return "door" if self._links is None else self._links.identity.name
+
     async def start(self) -> None:
         """Listen for HTTP and dial the cluster. Raises ModelError, AddressInUse, ConfigError or StorageError."""
         try:
@@ -127,7 +134,7 @@ class GatewayServer:
             await self.stop()
             raise
         names = ", ".join(deployed.served.name for deployed in self._first_deployments)
-        logger.info("gateway %s serves %s at %s", self._links.identity.name, names, self.url)
+        logger.info("gateway %s serves %s at %s", self._name, names or "other servers' models", self.url)
 
     async def _start(self) -> None:
         self._open_shared_state()
@@ -137,23 +144,18 @@ class GatewayServer:
         batches = self._state.batches
         services = self._services = build_services(
             self._config,
-            name=self._links.identity.name,
+            name=self._name,
             keys=self._keys,
-            reply_to=self._links.own_address,
+            reply_to="" if self._links is None else self._links.own_address,
             files_api=FilesApi(self._stores, batches.config, self._keys) if batches and self._stores else None,
             quotas=self._quotas,
             observing=self._observing,
             disks=Disks(self._places()),
+            elsewhere=self._elsewhere,
         )
         if services.tokens is not None:
             await services.tokens.start()
-        self._connection = ClusterConnection(self._links, services.timelines, services.questions)
-        await self._connection.start()
-        self._deployments = Deployments(services, self._connection)
-        if self._is_restarted:
-            self._deployments.serve_until_told(self._first_deployments)
-        else:
-            await self._deployments.load(self._first_deployments)
+        await self._connect(services)
         if self._stores is not None:
             usage = services.usage.write_on(self._stores.repository.usage)
             self._usage = start_background(usage, "the writing of usage")
@@ -161,6 +163,17 @@ class GatewayServer:
             services, bind(self._config.host, self._config.port, is_shared=self._config.shared_port)
         )
         await self._http.start()
+
+    async def _connect(self, services: Services) -> None:
+        """Find what serves the models."""
+        assert self._links is not None, "a cluster without links"
+        self._connection = ClusterConnection(self._links, services.timelines, services.questions)
+        await self._connection.start()
+        self._deployments = Deployments(services, self._connection)
+        if self._is_restarted:
+            self._deployments.serve_until_told(self._first_deployments)
+        else:
+            await self._deployments.load(self._first_deployments)
 
     async def _end_usage(self, services: Services | None, stores: BatchStores | None) -> None:
         task, self._usage = self._usage, None
@@ -174,7 +187,7 @@ class GatewayServer:
 
     def _places(self) -> dict[str, Path]:
         state = self._state.batches.folder if self._state.batches is not None else None
-        places = {"logs": self._links.log_folder, "state": state}
+        places = {"logs": self._links.log_folder if self._links is not None else None, "state": state}
         with contextlib.suppress(NotEnoughMemory):  # a host of gateways alone needs no blocks
             places["shared_memory"] = arena_folder()
         return {name: path for name, path in places.items() if path is not None}
@@ -189,7 +202,8 @@ class GatewayServer:
         return KeysFile(path)
 
     def _open_shared_state(self) -> None:
-        batches, name = self._state.batches, self._links.identity.name
+        assert self._links is not None, "a cluster without links"
+        batches, name = self._state.batches, self._name
         has_others = shares_limits(name, self._state.gateways, self._links.book)
         if batches is not None:
             client = StateClient(self._links.identity, self._links.book)

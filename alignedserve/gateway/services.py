@@ -2,10 +2,11 @@
 
 import logging
 import weakref
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
+from starlette.responses import Response
 from typing_extensions import override
 
 from alignedserve.api.errors import Overloaded, ServerDraining
@@ -129,6 +130,7 @@ class Services(ApiServices):
     tokens: Tokens | None = None  # None: no token stands for a key
     files_api: FilesApi | None = None  # None: files and batches are not served
     disks: Disks = field(default_factory=Disks)  # whose space /metrics tells
+    elsewhere: Callable[..., Awaitable[Response]] | None = None  # answers (call, path) by other servers; None: here
 
     @property
     def own_labels(self) -> Mapping[str, str] | None:
@@ -150,6 +152,7 @@ def build_services(
     quotas: RequestQuotas | None = None,
     observing: Observing | None = None,
     disks: Disks | None = None,
+    elsewhere: Callable[..., Awaitable[Response]] | None = None,
 ) -> Services:
     """Build the shared objects, without a model. `keys`: None: anyone may call.
 
@@ -173,4 +176,5 @@ def build_services(
         readiness=readiness,
         files_api=files_api,
         disks=disks or Disks(),
+        elsewhere=elsewhere,
     )

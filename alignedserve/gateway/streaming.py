@@ -7,7 +7,6 @@ from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
 from typing import Any, TypeVar
 
-import orjson
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 from typing_extensions import override
@@ -104,7 +103,7 @@ class AwaitedResponse(Response):
     @override
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         call = Call.of(scope)
-        call.failure_events = partial(_failure_event, is_anthropic=call.is_anthropic, request_id=call.request_id)
+        call.failure_events = partial(failure_event, is_anthropic=call.is_anthropic, request_id=call.request_id)
         sender = EventSender(send, call)
         await while_connected(receive, self._loading(), sender.check if self._is_streamed else None)
         response = await self._make()
@@ -132,11 +131,11 @@ async def awake_model(call: Call, body: NamesModel) -> ModelServices:
     return call.model(body.model)
 
 
-def _failure_event(error: Exception, *, is_anthropic: bool, request_id: str) -> bytes:
+def failure_event(error: Exception, *, is_anthropic: bool, request_id: str) -> bytes:
+    """Return the last event of a stream that fails."""
     if is_anthropic:
-        body = orjson.dumps(anthropic_error_body(error, request_id=request_id))
-        return b"event: error\ndata: %b\n\n" % body
-    return b"data: %b\n\n" % orjson.dumps(error_body(error))
+        return b"event: error\ndata: %b\n\n" % anthropic_error_body(error, request_id=request_id)
+    return b"data: %b\n\n" % error_body(error)
 
 
 class TimedSender:

@@ -18,7 +18,7 @@ import statistics
 import subprocess
 import time
 from argparse import Namespace
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,7 @@ class Load:
     url: str
     arguments: Namespace
     chat_fields: dict[str, Any]
+    document_fields: dict[str, Any] = field(default_factory=lambda: {"priority": 10})
 
     async def answer(
         self, session: aiohttp.ClientSession, rng: random.Random, num_in: int, num_out: int, **fields: Any
@@ -82,7 +83,7 @@ class Load:
             async def one_after_the_other() -> None:
                 while True:
                     lengths = documents.randint(512, 1024), documents.randint(32, 128)
-                    ended.append(await self.answer(session, documents, *lengths, priority=10))
+                    ended.append(await self.answer(session, documents, *lengths, **self.document_fields))
 
             loops = [asyncio.create_task(one_after_the_other()) for _ in range(num_documents)]
             await asyncio.sleep(arguments.warm if num_documents else 0.0)

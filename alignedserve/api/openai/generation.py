@@ -9,9 +9,10 @@ from typing import Any, TypeVar
 
 from alignedserve.api.backend.interface import GeneratedTokens, RequestStream
 from alignedserve.api.errors import ClientDisconnected, GrammarFailed, Overloaded
+from alignedserve.api.metrics.gateway_metrics import ModelMetrics
 from alignedserve.api.models.model_services import ModelServices
 from alignedserve.api.openai.choice_decoder import ChoiceDecoder, ChoiceDelta
-from alignedserve.api.openai.request_builder import GenerationRequest
+from alignedserve.api.openai.request_builder import Arrival, GenerationRequest
 from alignedserve.api.timelines.timeline import REQUEST_ID_HEADER, CallFacts, Timeline, plain_request_id
 from alignedserve.api.work_lanes import NODE_LEN
 from alignedserve.core.request import FinishReason, Request, RequestClass
@@ -51,7 +52,10 @@ class Generation:
         except Overloaded:
             self._count_refused()
             raise
-        self._timeline = self._services.timelines.begin(call_facts(self.request, self._services), self.request.requests)
+        request, services = self.request, self._services
+        tier, num_prompt = request.service_tier, request.num_prompt_tokens
+        facts = call_facts(request.arrival, request.response_id, tier, num_prompt, services)
+        self._timeline = services.timelines.begin(facts, request.requests)
         try:
             await self._submit_more()
         except BaseException as error:
@@ -82,7 +86,7 @@ class Generation:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         for choice in self._open:
-            choice.count_unfinished(error)
+            choice.pace.count_unfinished(error)
         if cause_of(error) is not Cause.CLIENT_GONE:
             self._count_refused(len(self._choices))
         if self.is_complete:
@@ -203,13 +207,13 @@ class Generation:
         slo = self.request.slo
         report: dict[str, Any] = {}
         if slo.ttft_s is not None:
-            ttft_s = max((choice.ttft_s for choice in self._choices), default=0.0)
+            ttft_s = max((choice.pace.ttft_s for choice in self._choices), default=0.0)
             report["ttft"] = _verdict(ttft_s, slo.ttft_s)
         if slo.tpot_s is not None:
-            tpot_s = max((choice.tpot_s for choice in self._choices), default=0.0)
+            tpot_s = max((choice.pace.tpot_s for choice in self._choices), default=0.0)
             report["tpot"] = _verdict(tpot_s, slo.tpot_s)
         if slo.deadline_s is not None:
-            end_to_end_s = max((choice.end_to_end_s for choice in self._choices), default=0.0)
+            end_to_end_s = max((choice.pace.end_to_end_s for choice in self._choices), default=0.0)
             report["deadline"] = _verdict(end_to_end_s, slo.deadline_s)
         return {"slo": report} if report else None
 
@@ -227,7 +231,7 @@ class Generation:
             choice.num_cached_tokens = choice.stream.num_cached_tokens
             self.num_cached_tokens += min(sibling.num_cached_tokens for sibling in of_prompt) - num_before
         now = time.monotonic()
-        if choice.measure(len(new.token_ids), now) and self._timeline is not None:
+        if choice.pace.measure(len(new.token_ids), now, choice.stream.num_cached_tokens) and self._timeline is not None:
             self._timeline.first_token(choice.index, now, choice.stream.num_cached_tokens)
         if delta.finish_reason is not None:
             self._open.remove(choice)
@@ -236,7 +240,7 @@ class Generation:
         return delta
 
     def _finish(self, choice: "_Choice", reason: str, now: float) -> None:
-        choice.count_finished(reason)
+        choice.pace.count_finished(reason)
         cause = None
         if not choice.has_ended:  # ended by a stop string, which the worker does not know
             cause = Cause.STOP_STRING
@@ -244,6 +248,69 @@ class Generation:
         if self._timeline is not None:
             num_tokens = choice.decoder.num_tokens
             self._timeline.choice_ended(choice.index, now, num_tokens=num_tokens, finish_reason=reason, cause=cause)
+
+
+class Pace:
+    """Times one choice's tokens, for metrics."""
+
+    def __init__(self, request: Request, metrics: ModelMetrics) -> None:
+        self.request = request
+        self.num_tokens = 0
+        self.first_s: float | None = None
+        self.last_s = request.arrival_s
+        self._metrics = metrics
+
+    @property
+    def ttft_s(self) -> float:
+        return (self.last_s if self.first_s is None else self.first_s) - self.request.arrival_s
+
+    @property
+    def end_to_end_s(self) -> float:
+        return self.last_s - self.request.arrival_s
+
+    @property
+    def tpot_s(self) -> float:
+        if self.first_s is None or self.num_tokens < 2:
+            return 0.0
+        return (self.last_s - self.first_s) / (self.num_tokens - 1)
+
+    def begin(self, now: float, num_cached_tokens: int) -> None:
+        """Note the first token."""
+        self.first_s = now
+        self._metrics.observe_first_token(self.request, now - self.request.arrival_s)
+        self._metrics.count_prompt(self.request, num_cached_tokens)
+
+    def measure(self, num_new: int, now: float, num_cached_tokens: int) -> bool:
+        """Note tokens; return whether they are the first."""
+        is_first = bool(num_new) and self.first_s is None
+        if is_first:
+            self.begin(now, num_cached_tokens)
+        elif num_new:
+            self._metrics.tbt_s.observe((now - self.last_s) / num_new)
+        self.last_s = now
+        self.num_tokens += num_new
+        self._metrics.tbt_s.num_tokens += num_new
+        return is_first
+
+    def count_finished(self, reason: str) -> None:
+        metrics = self._metrics
+        metrics.count_finished(reason)
+        metrics.e2e_s.observe(self.end_to_end_s)
+        metrics.num_generated.observe(self.num_tokens)
+        metrics.decode_s.observe(self.end_to_end_s - self.ttft_s)
+        if self.num_tokens > 1:
+            metrics.observe_gaps(self.request, self.tpot_s)
+        metrics.count_objectives(self.request, self.ttft_s, self.tpot_s, self.end_to_end_s)
+
+    def count_unfinished(self, error: BaseException | None) -> None:
+        if cause_of(error) is not Cause.CLIENT_GONE:
+            self._metrics.count_refused(self.request)
+            return
+        does_not_read = isinstance(error, ClientDisconnected)  # since when it has waited for nothing
+        now, arrival_s = self.last_s if does_not_read else time.monotonic(), self.request.arrival_s
+        gap_s = 0.0 if self.first_s is None else (now - self.first_s) / max(self.num_tokens, 1)
+        ttft_s = None if self.first_s is None else self.first_s - arrival_s
+        self._metrics.count_left(self.request, ttft_s, gap_s, now - arrival_s)
 
 
 class _Choice:
@@ -255,6 +322,7 @@ class _Choice:
         self.stream = stream
         self.has_ended = False  # for the cluster
         self.num_cached_tokens = 0  # of its prompt, counted by the generation
+        self.pace = Pace(request, services.metrics)
         self.decoder = ChoiceDecoder(
             services.tokenizer,
             request,
@@ -263,57 +331,6 @@ class _Choice:
             output_format=of.output_format,
             options=of.text_options,
         )
-        self._metrics = services.metrics
-        self._num_tokens = 0
-        self._first_s: float | None = None
-        self._last_s = request.arrival_s
-
-    @property
-    def ttft_s(self) -> float:
-        return (self._last_s if self._first_s is None else self._first_s) - self.request.arrival_s
-
-    @property
-    def end_to_end_s(self) -> float:
-        return self._last_s - self.request.arrival_s
-
-    @property
-    def tpot_s(self) -> float:
-        if self._first_s is None or self._num_tokens < 2:
-            return 0.0
-        return (self._last_s - self._first_s) / (self._num_tokens - 1)
-
-    def measure(self, num_new: int, now: float) -> bool:
-        is_first = bool(num_new) and self._first_s is None
-        if is_first:
-            self._first_s = now
-            self._metrics.observe_first_token(self.request, now - self.request.arrival_s)
-            self._metrics.count_prompt(self.request, self.stream.num_cached_tokens)
-        elif num_new:
-            self._metrics.tbt_s.observe((now - self._last_s) / num_new)
-        self._last_s = now
-        self._num_tokens += num_new
-        self._metrics.tbt_s.num_tokens += num_new
-        return is_first
-
-    def count_finished(self, reason: str) -> None:
-        metrics = self._metrics
-        metrics.count_finished(reason)
-        metrics.e2e_s.observe(self.end_to_end_s)
-        metrics.num_generated.observe(self._num_tokens)
-        metrics.decode_s.observe(self.end_to_end_s - self.ttft_s)
-        if self._num_tokens > 1:
-            metrics.observe_gaps(self.request, self.tpot_s)
-        metrics.count_objectives(self.request, self.ttft_s, self.tpot_s, self.end_to_end_s)
-
-    def count_unfinished(self, error: BaseException | None) -> None:
-        if cause_of(error) is not Cause.CLIENT_GONE:
-            self._metrics.count_refused(self.request)
-            return
-        does_not_read = isinstance(error, ClientDisconnected)  # since when it has waited for nothing
-        now, arrival_s = self._last_s if does_not_read else time.monotonic(), self.request.arrival_s
-        gap_s = 0.0 if self._first_s is None else (now - self._first_s) / self._num_tokens
-        ttft_s = None if self._first_s is None else self._first_s - arrival_s
-        self._metrics.count_left(self.request, ttft_s, gap_s, now - arrival_s)
 
 
 def _scores_len(num_top: int | None) -> int:
@@ -342,16 +359,17 @@ def _verdict(measured_s: float, target_s: float) -> dict[str, Any]:
     }
 
 
-def call_facts(request: GenerationRequest, services: ModelServices) -> CallFacts:
-    arrival = request.arrival
+def call_facts(
+    arrival: Arrival, response_id: str, service_tier: str, num_prompt_tokens: int, services: ModelServices
+) -> CallFacts:
     return CallFacts(
-        response_id=request.response_id,
+        response_id=response_id,
         http_id=arrival.request_id,
         client_id=plain_request_id(arrival.headers.get(REQUEST_ID_HEADER)),
         owner=arrival.tenant,
-        model=request.model,
-        service_tier=request.service_tier,
-        num_prompt_tokens=request.num_prompt_tokens,
+        model=services.model.name,
+        service_tier=service_tier,
+        num_prompt_tokens=num_prompt_tokens,
         received_s=arrival.arrival_s,
         received_unix_s=time.time() - (time.monotonic() - arrival.arrival_s),
         trace=services.timelines.trace_of(arrival.headers),

@@ -27,6 +27,8 @@ ROUTES = RouteTable()
 
 async def _generate(endpoint: GeneratingEndpoint[Any], call: Call) -> Response:
     """Answer with what the cluster generates, streamed if the client asked for that."""
+    if call.answer_elsewhere is not None:
+        return await call.answer_elsewhere(endpoint.path)
     body, prompts = await read_prompts(call, endpoint)
     answer = partial(_answer, endpoint, call, body, prompts)
     return await answered_awake(call, body, answer, is_streamed=getattr(body, "stream", False))
@@ -45,6 +47,8 @@ async def _answer(endpoint: GeneratingEndpoint[Any], call: Call, body: Any, prom
 
 
 async def _count(endpoint: TokenEndpoint[Any], call: Call) -> Response:
+    if call.answer_elsewhere is not None:
+        return await call.answer_elsewhere(endpoint.path)
 
     async def answer(body: Any) -> bytes:
         return await endpoint.answer(body, await awake_model(call, body), call.ignored)

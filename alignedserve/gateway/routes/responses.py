@@ -46,6 +46,8 @@ _NO_IDS = {"first_id": "", "last_id": ""}  # of an empty list
 
 @ROUTES.add("POST", "/v1/responses")
 async def create_response(call: Call) -> Response:
+    if call.answer_elsewhere is not None:
+        return await call.answer_elsewhere(RESPONSES.path)
     raw = await receive(call)
     await read_if_long(raw, RESPONSES.path, call.services, call.ignored, call.key)  # refused there, it is not read here
     body = await parsed(raw, call.services, partial(parse_response, ignored=call.ignored))
@@ -82,6 +84,8 @@ async def _submit(
 
 @ROUTES.add("POST", "/v1/responses/input_tokens")
 async def count_tokens(call: Call) -> Response:
+    if call.answer_elsewhere is not None:
+        return await call.answer_elsewhere(INPUT_TOKENS.path)
 
     async def answer(body: InputTokensRequest) -> bytes:
         model = await awake_model(call, body)
