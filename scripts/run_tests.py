@@ -37,6 +37,9 @@ NOT_HERE = "not gpu and not clients"
 FORK = "--fork"  # before what `_fork` takes: not for the command line of people
 SHARED_MODULES = (
     "tests.conftest",  # first, as it says how others are imported
+    "anthropic",
+    "openai",
+    "openai.resources.responses",
     "tests.gateway.conftest",
     "tests.gpu_kernels.conftest",
     "tests.harnesses.clusters.in_process",
@@ -142,8 +145,11 @@ def hands_of(files: Iterable[str], seconds: Mapping[str, float]) -> list[list[st
 def part_of(hands: Iterable[list[str]], seconds: Mapping[str, float], part: int) -> list[list[str]]:
     """Return one of `NUM_PARTS` parts of `hands`, which take about as long."""
     parts: list[list[list[str]]] = [[] for _ in range(NUM_PARTS)]
+    costs = [0.0] * NUM_PARTS
     for hand in hands:
-        min(parts, key=lambda some: sum(_cost(each, seconds) for each in some)).append(hand)
+        cheapest = costs.index(min(costs))
+        parts[cheapest].append(hand)
+        costs[cheapest] += _cost(hand, seconds)
     return parts[part]
 
 

@@ -30,7 +30,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 limit_thread_spinning()
 
 # How long an example or its drawing takes says how busy the machine is, not whether the code is right.
-settings.register_profile("alignedserve", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# Half of Hypothesis's examples; longer histories set their own number.
+settings.register_profile("alignedserve", max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("alignedserve")
 
 

@@ -68,7 +68,7 @@ SECTIONS = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(served=models(), machine=MACHINES, sections=SECTIONS)
 def test_chosen_sizes_pass_the_checks_or_a_remedy_is_named(
     served: ServedModel, machine: Machine, sections: dict[str, Any]

@@ -24,7 +24,7 @@ from tests.replay.recorded import random_run, recorded_run_folder
 from tests.support.marks import each, slow
 
 
-def recorded(folder: Path, config: SimConfig, seed: int, num_requests: int = 20) -> Path:
+def recorded(folder: Path, config: SimConfig, seed: int, num_requests: int = 12) -> Path:
     return recorded_run_folder(folder, config, mixed_workload(num_requests, 4.0, seed))
 
 
@@ -62,7 +62,7 @@ def test_a_table_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 def test_the_table_names_the_costs_and_the_workers_that_were_simulated(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = recorded(tmp_path / "run", colocated(2, topology=Topology.ELASTIC, learns_costs=True), 1, num_requests=15)
+    folder = recorded(tmp_path / "run", colocated(2, topology=Topology.ELASTIC, learns_costs=True), 1, num_requests=8)
     assert replay(ReplayOptions(folder)) == 0
     assert "elastic iterations fitted, error" in capsys.readouterr().out
     shape = ModelShape("tiny", 2, 64, 4, 4, 16, 256, 512, is_gated=False, ties_embeddings=True, dtype="float32")
@@ -70,10 +70,6 @@ def test_the_table_names_the_costs_and_the_workers_that_were_simulated(
     profile = tmp_path / "here.json"
     profile.write_text(json.dumps(MachineProfile(shape, costs, LinkModel(0.0, 1e9)).as_fields()))
     options = ReplayOptions(folder, costs=f"fitted:{profile}")
-    assert replay(options) == 0
-    output = capsys.readouterr().out
-    assert "fitted to" not in output
-    assert "iterations fitted" not in output
     _, report = run_json(capsys, replace(options, json_output=True))
     assert report["simulation"]["costs_from"] == f"fitted:{profile}; links from this very run"
     assert report["simulation"]["fit"]["decode"] is None

@@ -35,7 +35,7 @@ CONFIGS = {
     "union": colocated(2, policy="aligned_slo", worker_blocks=40),
     "pooled": colocated(2, policy="aligned_slo", worker_blocks=40, pool_blocks=200),
 }
-TIGHT = mixed_workload(60, 20.0, longest=80, longest_answer=200)
+TIGHT = mixed_workload(40, 20.0, longest=80, longest_answer=200)
 
 
 def run(config: SimConfig, workload: Workload) -> SimulationResult:
@@ -51,11 +51,11 @@ def tight_run(name: str) -> SimulationResult:
 def test_every_request_ends_once_and_leaves_nothing_behind(name: str) -> None:
     result = tight_run(name)
     overall = result.classes["all"]
-    assert overall.num_by_ending == {"completed": 60, "rejected": 0, "failed": 0, "unfinished": 0}
+    assert overall.num_by_ending == {"completed": 40, "rejected": 0, "failed": 0, "unfinished": 0}
     assert overall.tbt_s is not None
     assert overall.tbt_s.distribution.count == sum(one.output_len - 1 for one in TIGHT.requests)
     assert (result.num_pool_blocks_used, result.num_worker_blocks_used) == (0, 0)
-    assert {name: one.num_sent for name, one in result.classes.items()} == {"all": 60, "chat": 30, "documents": 30}
+    assert {name: one.num_sent for name, one in result.classes.items()} == {"all": 40, "chat": 20, "documents": 20}
 
 
 @each("name", CONFIGS)
@@ -72,7 +72,7 @@ def test_no_worker_works_more_than_the_time_there_is_nor_less_than_it_must(name:
 
 @each("config", [CONFIGS["disaggregated"], CONFIGS["colocated"]])
 def test_a_busy_cluster_is_still_below_its_limit(config: SimConfig) -> None:
-    result = run(config, mixed_workload(100, 4.0))
+    result = run(config, mixed_workload(60, 4.0))
     assert all(worker.utilisation < 0.95 for worker in result.workers)
     assert result.classes["chat"].attainment is not None
     assert result.classes["chat"].attainment > 0.95
@@ -110,7 +110,7 @@ def test_memory_that_is_short_makes_evictions_and_memory_elsewhere_takes_them() 
 
 
 def test_decodes_that_may_wait_in_a_pool_are_hardly_computed_again() -> None:
-    workload = mixed_workload(50, 20.0, longest=80, longest_answer=200)
+    workload = mixed_workload(36, 20.0, longest=80, longest_answer=200)
 
     def computed(pool_blocks: int) -> int:
         config = colocated(2, policy="aligned_slo", worker_blocks=40, pool_blocks=pool_blocks)

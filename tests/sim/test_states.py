@@ -36,7 +36,7 @@ def test_every_request_ends(topology: Topology, shape: ModelShape) -> None:
     config = simulated_policy(MachineProfile(shape, COSTS, LinkModel(0.0, 1e9)), cluster)
     assert config.layout.state_blocks
     line = "prompt=uniform(100,1800), output=uniform(10,60), rate=6, cv=2, ttft=1.5, tpot=0.15"
-    found = Simulation(config, WorkloadLine(line, 1, duration_s=10.0).build()).run().classes["all"]
+    found = Simulation(config, WorkloadLine(line, 1, duration_s=6.0).build()).run().classes["all"]
     assert found.attainment == 1.0
 
 

@@ -52,7 +52,7 @@ async def test_what_cannot_fit_the_context_is_never_tokenized(path: str, monkeyp
 
     async with gateway() as served:
         monkeypatch.setattr("alignedserve.text.tokenizer._encoded", encoded)
-        answer = await ask(served, path, " " * 3 * MIB)
+        answer = await ask(served, path, " " * 300_000)
     assert answer.status_code == 400
     assert "256 tokens" in answer.text or "> 255 maximum" in answer.text
 

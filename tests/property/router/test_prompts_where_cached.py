@@ -44,7 +44,7 @@ GIVEN = st.tuples(WORKERS, PATHS, st.integers(0, 5))
 STEPS = st.one_of(REPORTS, GIVEN, GIVEN, st.tuples(WORKERS), st.integers(0, 100))
 
 
-@settings(max_examples=100)
+@settings(max_examples=40)
 @given(steps=st.lists(STEPS, min_size=20, max_size=40))
 def test_runs_are_those_of_a_plain_look(steps: list[Any]) -> None:
     index = PrefixIndex()

@@ -10,14 +10,14 @@ from tests.harnesses.policy_run import Arrival, Course, PolicyRun
 from tests.harnesses.scheduling import request_of
 
 COMES_S = 1.0
-CHATS_S = 40.0  # for so long chats come
+CHATS_S = 32.0  # for so long chats come
 
 
 @cache
 def _courses(prompt_lens: tuple[int, ...], floor: float) -> dict[str, Course]:
     """Run documents on a worker of 40 blocks beside chats that would fill it, 12 a second."""
     fields = {"prompt_len": 60, "max_tokens": 20, "ttft_s": 0.2, "tpot_s": 0.1}
-    chats = [request_of(f"chat-{number:03}", fields | {"arrival_s": 0.08 * number}) for number in range(500)]
+    chats = [request_of(f"chat-{number:03}", fields | {"arrival_s": 0.08 * number}) for number in range(400)]
     as_document = {"max_tokens": 20, "be": True, "arrival_s": COMES_S}
     documents = [
         request_of(f"document-{number}", as_document | {"prompt_len": length})

@@ -39,7 +39,7 @@ def _arrivals(name: str, seed: int, count: int) -> list[Arrival]:
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("name", COLOCATED)
 def test_every_request_ends_exactly_once(name: str, seed: int, memory: DeviceMemory) -> None:
-    arrivals = _arrivals(name, seed, 30)
+    arrivals = _arrivals(name, seed, 20)
     courses = PolicyRun(make_policy(name), _memory(name, memory)).run(arrivals)
     assert {request_id: len(course.token_times_s) for request_id, course in courses.items()} == {
         str(one.request.request_id): one.output_len for one in arrivals
@@ -49,12 +49,12 @@ def test_every_request_ends_exactly_once(name: str, seed: int, memory: DeviceMem
 @pytest.mark.parametrize("name", COLOCATED)
 def test_few_places_and_tokens(name: str) -> None:
     limits = IterationLimits(max_running_requests=2, max_tokens=48)
-    courses = PolicyRun(make_policy(name), _memory(name, _SCARCE), limits).run(_arrivals(name, 7, 20))
+    courses = PolicyRun(make_policy(name), _memory(name, _SCARCE), limits).run(_arrivals(name, 7, 12))
     assert all(course.token_times_s for course in courses.values())
 
 
 @pytest.mark.parametrize("name", COLOCATED)
 def test_the_same_history_gives_the_same_times(name: str) -> None:
     runs = [PolicyRun(make_policy(name), _memory(name, _SCARCE)) for _ in range(2)]
-    arrivals = _arrivals(name, 11, 20)
+    arrivals = _arrivals(name, 11, 12)
     assert runs[0].run(arrivals) == runs[1].run(arrivals)

@@ -63,7 +63,7 @@ MARKS = ["<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>"]
 WORDS = [*MARKS, "assistant", "final", "analysis", " to=", "f", "<"]
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(words=st.lists(st.sampled_from(WORDS), max_size=24), places=st.lists(st.integers(min_value=0), max_size=60))
 def test_mixed_up_answers_are_divided_alike(words: list[str], places: list[int]) -> None:
     text = "".join(words)

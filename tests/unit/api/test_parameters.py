@@ -41,7 +41,7 @@ def written(**values: str) -> str:
     return f"<tool_call>\n<function=f>\n{parameters}</function>\n</tool_call>"
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(
     code=st.text().filter(lambda text: "\r" not in text and "</parameter>" not in text and "\n</par" not in text),
     places=st.lists(st.integers(min_value=0), max_size=60),
@@ -83,7 +83,7 @@ def glm(name: str, between: str = "\n", **values: str) -> str:
     return f"<tool_call>{name}{between}{''.join(one + between for one in written)}</tool_call>"
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(
     code=st.text().filter(lambda text: "\r" not in text and "</arg_value>" not in text and "</arg" not in text),
     between=st.sampled_from(["\n", ""]),  # newer models leave it out

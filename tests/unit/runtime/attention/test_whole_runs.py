@@ -125,7 +125,7 @@ def test_a_window_is_refused(level: str) -> None:
         )
 
 
-PROMPTS = {"a": random_tokens(1, 150), "b": random_tokens(2, 6), "c": random_tokens(3, 90)}
+PROMPTS = {"a": random_tokens(1, 60), "b": random_tokens(2, 6), "c": random_tokens(3, 40)}
 CACHES = [("float32", None), ("bfloat16", None), ("float32", "int8")]
 
 
@@ -139,9 +139,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def logits(probe: LogitsProbe, reversed_names: str) -> list[Tensor]:
     for name, tokens in PROMPTS.items():
         probe.add(name, tokens, is_reversed=name in reversed_names)
-    probe.step(a=40, b=5, c=37)
-    probe.step(b=1, a=70, c=1)
-    for _ in range(20):
+    probe.step(a=20, b=5, c=17)
+    probe.step(b=1, a=30, c=1)
+    for _ in range(6):
         probe.step(a=1, c=1)
     return [probe.logits(name) for name in PROMPTS]
 

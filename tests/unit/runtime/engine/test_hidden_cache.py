@@ -1,6 +1,7 @@
 """Sequences whose blocks hold layer inputs generate what they generate with keys and values."""
 
-from pathlib import Path
+from collections.abc import Callable
+from functools import cache
 
 import pytest
 
@@ -29,14 +30,20 @@ SEEDED = SamplingParams(temperature=1.0, top_p=0.9, seed=5, max_tokens=100, num_
 LENGTHS = {"a": 30, "b": 3, "c": 1, "d": 17}
 
 
-def tiny(folder: Path, family: str) -> Decoder:
-    make_tiny_model(folder, family)
-    return tiny_decoder(folder)
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Decoder]:
+    @cache
+    def decoder(family: str) -> Decoder:
+        folder = tmp_path_factory.mktemp(family)
+        make_tiny_model(folder, family)
+        return tiny_decoder(folder)
+
+    return decoder
 
 
 @pytest.mark.parametrize("family", BLOCK_TOKENS)
-def test_they_are_offered_where_they_are_smaller(family: str, tmp_path: Path) -> None:
-    config = tiny(tmp_path, family).config
+def test_they_are_offered_where_they_are_smaller(family: str, tiny: Callable[[str], Decoder]) -> None:
+    config = tiny(family).config
     assert config.hidden_block_tokens(BLOCK_SIZE) == BLOCK_TOKENS[family]
 
 
@@ -63,8 +70,10 @@ def generated(
 
 @pytest.mark.parametrize("attention", ["auto", "torch"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_they_generate_what_they_generate_with_keys_and_values(family: str, attention: str, tmp_path: Path) -> None:
-    decoder = tiny(tmp_path, family)
+def test_they_generate_what_they_generate_with_keys_and_values(
+    family: str, attention: str, tiny: Callable[[str], Decoder]
+) -> None:
+    decoder = tiny(family)
     expected, expected_logprobs = generated(decoder, attention, "", None)
     for hidden in ("a", "bcd", "abcd"):
         found, logprobs = generated(decoder, attention, hidden, BLOCK_TOKENS[family])
@@ -72,7 +81,7 @@ def test_they_generate_what_they_generate_with_keys_and_values(family: str, atte
         assert logprobs == pytest.approx(expected_logprobs, abs=1e-4)
 
 
-def test_an_engine_without_them_takes_none(tmp_path: Path) -> None:
-    engine = TinyEngine(tiny(tmp_path, "opt"))
+def test_an_engine_without_them_takes_none(tiny: Callable[[str], Decoder]) -> None:
+    engine = TinyEngine(tiny("opt"))
     with pytest.raises(AssertionError, match="hidden cache where there is none"):
         engine.add("a", [5, 6], block_tokens=8)
