@@ -35,6 +35,7 @@ _MOST_STRETCH = 2.5  # times as long as alone that a prompt takes in parts
 _PROMPTS_AHEAD = 2.0  # usual ones, by which documents leave chats ahead of their mean gap
 _USUAL_STRETCH = 1.05  # errors of the cost model that slack_share is for
 _GAPS_LOST = 2.0  # of a chat that comes between two of its tokens, where interference is bounded
+_FORGOTTEN_TIMES = 20.0  # memory_s, after which a worker without chats expects none
 _WEIGHT = 1 / 16  # of the latest in a moving average
 _GUARANTEES = ("documents", "overdue", "return")
 
@@ -48,7 +49,9 @@ class AlignedSloConfig:
 
     slack_share: Share = 0.9  # of the slack of chats: the rest is for errors of the cost model
     response_share: Share = 0.2  # of the tightest first-token objective: the longest iteration with documents
-    memory_s: Annotated[float, Meta(ge=0)] = 30.0  # for so long after its last request that objective counts
+    memory_s: Annotated[float, Meta(ge=0)] = (
+        30.0  # so long after its last request that objective counts, beside looser ones
+    )
     longest_gap_s: Annotated[float, Meta(ge=0)] = 1.0  # of a chat that has begun, by a prompt beside it
     growth_tokens: Annotated[int, Meta(ge=0)] = 16  # newcomers leave blocks for so many more tokens of each chat
     best_effort_floor: float = 0.05  # share of the tokens that each guarantee has in any case
@@ -277,7 +280,8 @@ class AlignedSlo:
         self._waits_until_s = now
         tightest_s = float(np.min(table.ttft_s, where=table.is_real_time, initial=np.inf))
         tightest_s = min(tightest_s, view.history.urgent_ttft_s)
-        is_over = now - self._tightest_at_s > self._config.memory_s and math.isfinite(tightest_s)
+        memory_s = self._config.memory_s * (1.0 if math.isfinite(tightest_s) else _FORGOTTEN_TIMES)
+        is_over = now - self._tightest_at_s > memory_s
         if tightest_s <= self._tightest_s or is_over:
             self._tightest_s, self._tightest_at_s = tightest_s, now
 

@@ -193,6 +193,9 @@ def test_an_idle_worker_computes_no_document_for_longer_than_the_next_chat_may_w
     history.note(0.02, is_urgent=True)
     history.note(0.9)
     assert scheduled_of(view, policy.plan(replace(view, now=2.0, history=history))) == {"document": 190}
+    history.note(0.2)
+    assert scheduled_of(view, policy.plan(replace(view, now=602.0, history=history))) == {"document": 190}
+    assert scheduled_of(view, policy.plan(replace(view, now=603.0, history=history))) == {"document": 500}
 
 
 @each(("deadline_s", "num_beside"), [(1.62, 3), (1.25, 0), (9.0, 7)])
