@@ -8,8 +8,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from typing_extensions import override
 
+from alignedserve.core.block_allocator import BlockAllocator
 from alignedserve.core.ids import BlockId, LeaseId, RequestId
 from alignedserve.messages.caches import BlocksReserved, BlocksTaken
 from alignedserve.messages.events import PeerConnected, PeerDisconnected, Send, Ticked
@@ -24,6 +27,7 @@ from alignedserve.messages.prefixes import (
     PrefixReleased,
     StorePrefixBlocks,
 )
+from kvpool.quad_tree import NO_SIZE, Entry, OrderedEntries, QuadTree
 from kvpool.state import SetBlockGeneration
 from tests.harnesses.pool import PoolHarness, written
 from tests.support.prefixes import Context, chain, part_of
@@ -178,3 +182,92 @@ def test_blocks_are_conserved_and_readers_see_what_was_written() -> None:
 @pytest.mark.slow
 def test_over_many_histories() -> None:
     assert sum(play(seed, 400) for seed in range(1000, 1400)) > 10000
+
+
+# Random histories of the quad-tree against a dictionary of requests: every node's counts, members and waiting time.
+
+
+@given(block_size=st.integers(1, 20), max_len=st.integers(1, 700))
+def test_any_block_size_and_length_has_leaves_for_all(block_size: int, max_len: int) -> None:
+    tree = QuadTree(block_size=block_size, max_context_len=max_len)
+    leaves = [tree.leaf_of(length) for length in range(1, max_len + 2)]
+    assert leaves[0] == tree.first_leaf
+    assert leaves[-1] == leaves[-2] < len(tree.num_requests)  # the last length is the first over the maximum
+    starts = [length for length in range(1, max_len) if leaves[length] != leaves[length - 1]]
+    assert starts == list(range(block_size, max_len, block_size))
+
+
+ENTRY = st.tuples(st.integers(0, 9).map(float), st.integers(1, 9))
+ENTRIES = st.one_of(st.lists(ENTRY, max_size=10), st.lists(ENTRY, min_size=150, max_size=300))
+
+
+@settings(max_examples=30)
+@given(sizes=ENTRIES, seed=st.integers(0, 10**6), num_removals=st.integers(0, 300), limit=st.integers(0, 200))
+def test_entries_keep_their_order_and_find_what_fits(
+    sizes: list[tuple[float, int]], seed: int, num_removals: int, limit: int
+) -> None:
+    entries, model = OrderedEntries(), list[Entry]()
+    for number, (arrival_s, size) in enumerate(sizes):
+        if limit % 2 and number % 100:
+            size = 9  # small ones are rare: whole chunks do not fit, and one behind them does
+        entry = (arrival_s, arrival_s, RequestId(f"r{number}"), size)
+        entries.add(entry)
+        model.append(entry)
+    model.sort()
+    rng = random.Random(seed)
+    for _ in range(min(num_removals, len(model))):
+        entries.remove(model.pop(rng.randrange(len(model))))
+        assert entries.smallest == min((entry[3] for entry in model), default=NO_SIZE)
+    assert list(entries) == model
+    assert list(entries.up_to(limit % 10)) == [entry for entry in model if entry[3] <= limit % 10]
+    first_fit, left, blocks_left = list[Entry](), list[int](), limit
+    for entry in model:
+        if entry[3] <= blocks_left and len(first_fit) < 20:
+            first_fit.append(entry)
+            blocks_left -= entry[3]
+        else:
+            left.append(entry[3])
+    found = entries.first_fit(limit, 20)
+    assert found.entries == first_fit
+    if len(first_fit) < 20:
+        assert found.smallest_left == min(left, default=NO_SIZE)
+
+
+# Random histories of the block allocator against a model made of sets.
+
+# Positive: allocate that many. Negative: free the holding at that place, in part or whole.
+STEPS = st.lists(st.tuples(st.integers(0, 12), st.booleans(), st.integers(0, 30)), max_size=60)
+
+
+@given(num_blocks=st.integers(0, 30), steps=STEPS)
+def test_blocks_are_conserved_and_never_handed_out_twice(num_blocks: int, steps: list[tuple[int, bool, int]]) -> None:
+    allocator = BlockAllocator(num_blocks)
+    free = set(range(num_blocks))
+    holdings: list[tuple[BlockId, ...]] = []
+    for count, is_allocation, place in steps:
+        if is_allocation or not holdings:
+            taken = allocator.allocate(count)
+            assert (taken is None) == (count > len(free))
+            if taken is not None:
+                assert len(taken) == len(set(taken)) == count
+                assert set(taken) <= free
+                free -= set(taken)
+                holdings.append(taken)
+        else:
+            held = holdings.pop(place % len(holdings))
+            allocator.free(held[:count])
+            free |= set(held[:count])
+            holdings.append(held[count:])
+        assert allocator.num_free == len(free)
+        assert allocator.num_used == sum(map(len, holdings)) == num_blocks - len(free)
+
+
+@given(steps=STEPS)
+def test_the_same_history_gives_the_same_blocks(steps: list[tuple[int, bool, int]]) -> None:
+    one, other = BlockAllocator(20), BlockAllocator(20)
+    for count, is_freed, _ in steps:
+        taken = one.allocate(count)
+        assert taken == other.allocate(count)
+        if taken is not None and is_freed:
+            one.free(taken)
+            other.free(taken)

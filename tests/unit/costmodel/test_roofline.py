@@ -5,7 +5,9 @@ from dataclasses import replace
 import pytest
 
 from alignedserve.core.errors import ConfigError
+from alignedserve.costmodel.gpu_limits import gpu_of, running_requests
 from alignedserve.costmodel.hardware import HARDWARE, LinkModel, hardware, nvlink_link, pcie_link
+from alignedserve.costmodel.linear import LinearCoefficients, LinearIterationModel
 from alignedserve.costmodel.model import AttentionKernel
 from alignedserve.costmodel.model_shapes import MODEL_SHAPES, ModelShape, model_shape, num_cache_blocks
 from alignedserve.costmodel.roofline import CALIBRATIONS, PLAIN, Calibration, Efficiency, RooflineModel
@@ -14,6 +16,7 @@ from benchmarks.simulation.calibration import chunk_ratios, error_of, overheads
 from lab.costmodel.choice import WorkerSpec, make_cost_model
 from lab.costmodel.published.files import rows_of
 from lab.costmodel.published.llama_layers import Curve, collective_curve
+from lab.costmodel.shared_experts import ExpertSharing
 from lab.profiling.shapes import OPT_125M
 from tests.support.costs import decodes, prefill
 from tests.support.marks import each
@@ -228,3 +231,103 @@ def test_prompts_and_decodes_take_from_each_other() -> None:
     assert costs["contended"].iteration_s(both) > 1.1 * costs["calibrated"].iteration_s(both)
     with pytest.raises(AssertionError, match="cheaper by more work"):
         Calibration(beside=0.9)
+
+
+# How many requests a GPU runs at a time: what its memory has room for, as long as an iteration is quick enough.
+
+LLAMA = replace(model_shape("llama-3-8b"), dtype="bfloat16")
+CARDS = {  # multiprocessors, and clocks of datasheets: of the processor, of the memory, bits of the bus
+    "a100-40g": ((8, 0), 108, 1.41e9, 1215e6, 5120),
+    "a100-80g": ((8, 0), 108, 1.41e9, 1593e6, 5120),
+    "h100": ((9, 0), 132, 1.83e9, 2619e6, 5120),
+    "h200": ((9, 0), 132, 1.83e9, 3201e6, 6144),
+}
+
+
+@pytest.mark.parametrize(
+    ("gpu", "num_tokens", "expected"),
+    [
+        ("h100", 427_000, 1024),
+        ("a100-80g", 427_000, 736),  # 100 ms an iteration
+        ("h100", 36_000, 128),
+        ("h100", 9_000, 35),
+        ("h100", 100, 1),
+    ],
+)
+def test_memory_and_time_decide(gpu: str, num_tokens: int, expected: int) -> None:
+    assert running_requests(num_tokens, RooflineModel(LLAMA, HARDWARE[gpu])) == expected
+
+
+def test_without_costs_memory_decides() -> None:
+    assert (running_requests(427_000, None), running_requests(50_000, None)) == (1024, 192)
+
+
+def test_a_model_that_is_slow_anyway_runs_a_few() -> None:
+    slow = replace(HARDWARE["a100-40g"], memory_bytes_per_s=1e10)
+    assert running_requests(427_000, RooflineModel(LLAMA, slow)) == 64
+
+
+@pytest.mark.parametrize("name", list(CARDS))
+def test_what_a_driver_says_gives_the_rates_of_the_datasheet(name: str) -> None:
+    capability, count, clock, memory, bits = CARDS[name]
+    sizes = {"num_multiprocessors": count, "memory_bytes": 1, "bus_bits": bits}
+    found = gpu_of(name, capability, clock_hz=clock, memory_hz=memory, **sizes)
+    assert found is not None
+    assert found.memory_bytes_per_s == pytest.approx(HARDWARE[name].memory_bytes_per_s, rel=0.03)
+    assert found.flops_per_s["bfloat16"] == pytest.approx(HARDWARE[name].flops_per_s["bfloat16"], rel=0.01)
+    assert gpu_of(name, (3, 5), clock_hz=clock, memory_hz=memory, **sizes) is None
+    assert gpu_of(name, capability, clock_hz=0.0, memory_hz=memory, **sizes) is None
+
+
+# Processes that share experts: what each has in memory, what they exchange, and what is gained.
+
+SHAPE = ModelShape(
+    "mixture", 4, 64, 4, 4, 16, 0, 512, is_gated=True, ties_embeddings=True, dtype="float32",
+    num_experts=6, num_chosen_experts=2, expert_size=128, num_expert_layers=4,
+)  # fmt: skip
+COSTS = LinearCoefficients(base_s=0.02, prompt_token_s=1e-4, decode_s=1e-4, context_token_s=1e-7)
+
+
+def test_each_expert_is_in_one_process_and_all_else_in_the_first() -> None:
+    expert_bytes = 4 * 3 * 64 * 128 * 4  # of one expert on all layers
+    for size in (2, 3, 4):
+        memory = ExpertSharing(SHAPE, size).memory_bytes
+        assert sum(memory) == SHAPE.weight_bytes
+        assert memory[0] > SHAPE.weight_bytes - 6 * expert_bytes
+        assert all(part % expert_bytes == 0 for part in memory[1:])
+    assert ExpertSharing(SHAPE, 4).memory_bytes[1:] == [2 * expert_bytes, expert_bytes, 2 * expert_bytes]
+
+
+def test_rows_of_chosen_experts_travel_there_and_back() -> None:
+    sharing = ExpertSharing(SHAPE, 2, LinkModel(1e-4, 1e6))
+    row_bytes = 64 * 4
+    assert sharing.layer_s(10) == pytest.approx(1e-4 + 10 * 2 * (2 * 0.5) * row_bytes / 1e6)
+    assert sharing.exchange_s(10) == pytest.approx(4 * sharing.layer_s(10))
+
+
+def test_an_iteration_takes_less_but_never_less_than_what_is_not_shared() -> None:
+    work = IterationWork()
+    work.add_decodes(16, 16 * 100, 100)
+    alone = LinearIterationModel(COSTS).iteration_s(work)
+    free, last = LinkModel(0.0, 1e15), alone
+    for size in (2, 3, 6):
+        shared_s = LinearIterationModel(ExpertSharing(SHAPE, size, free).shared(COSTS)).iteration_s(work)
+        assert alone * SHAPE.dense_parameters / SHAPE.layer_parameters < shared_s < last
+        last = shared_s
+    slow = ExpertSharing(SHAPE, 2, LinkModel(0.1, 1e6)).shared(COSTS)
+    assert LinearIterationModel(slow).iteration_s(work) > alone + 4 * 0.1 - COSTS.base_s
+
+
+def test_a_token_does_not_choose_evenly() -> None:
+    sharing = ExpertSharing(SHAPE, 2)
+    assert 0.65 < sharing.busiest_share(1) < 0.8  # of two experts both are in one process as often as not
+    assert sharing.busiest_share(1000) == pytest.approx(0.5)
+
+
+def test_where_they_cannot_be_shared() -> None:
+    with pytest.raises(ConfigError, match="mixture has 6 experts, whole in one process each"):
+        ExpertSharing(SHAPE, 7).check()
+    with pytest.raises(ConfigError, match=r"2 processes of 3 threads .* has 4 cores"):
+        ExpertSharing(SHAPE, 2).check(3, 4)
+    with pytest.raises(ConfigError, match="no experts"):
+        ExpertSharing(replace(SHAPE, num_expert_layers=0), 2).check()

@@ -1,7 +1,17 @@
+""""""
+
+import json
+from typing import Any
+
 from alignedserve.client.openai_client import ClientFailure, ClientFailureKind, CompletionOutcome
+from alignedserve.runtime.grammar.constraints import serialize_alone
+from alignedserve.runtime.grammar.json_schema import normalize_schema
 from lab.evaluation.repeated_answers import MAX_REPEATED, compare_answers, most_disturbed
+from lab.evaluation.structured_answers import SCHEMA, is_valid_answer
 from lab.loadgen.load_generator import SentRequest
 from lab.loadgen.load_plan import LoadRequest
+from tests.support.marks import each
+from tests.support.random_answers import matcher_of, random_walk
 
 
 def outcome(text: str, logprobs: tuple[str, ...], *token_times_s: float) -> CompletionOutcome:
@@ -34,3 +44,30 @@ def test_other_words_and_other_probabilities_are_told_apart() -> None:
     compared = compare_answers([(under_load, one) for one in alone])
     assert (compared.num_compared, compared.num_other_words, compared.num_other_logprobs) == (3, 1, 1)
     assert compared.longest_pause_s == 2.5
+
+
+GOOD: dict[str, Any] = {"kind": "table", "numbers": [7] * 24, "is_complete": True}
+
+
+def test_the_check_agrees_with_the_schema() -> None:
+    matcher = matcher_of(serialize_alone({"json_schema": normalize_schema(SCHEMA)}))
+    walks = [random_walk(matcher, seed) for seed in range(20)]
+    assert all(is_valid_answer(walk.answer.decode()) for walk in walks if walk.has_ended)
+    assert any(walk.has_ended for walk in walks)
+
+
+@each(
+    "change",
+    [
+        {"kind": "other"},
+        {"numbers": [7] * 23},
+        {"numbers": [7.5] * 24},
+        {"numbers": [1000] * 24},
+        {"is_complete": 1},
+        {"more": 1},
+    ],
+)
+def test_what_is_not_valid(change: dict[str, Any]) -> None:
+    assert is_valid_answer(json.dumps(GOOD))
+    assert not is_valid_answer(json.dumps(GOOD | change))
+    assert not is_valid_answer(json.dumps(GOOD)[:-1])

@@ -2,11 +2,17 @@
 
 import random
 from itertools import pairwise
+from types import SimpleNamespace
+from typing import cast
 
 from alignedserve.config.sections import Topology
 from lab.planning.candidates import Candidate, Family, PolicyChoice
+from lab.planning.confidence import Interval
 from lab.planning.hardware_list import Offer
+from lab.planning.plan import Plan
+from lab.planning.report import summary
 from lab.planning.search import PlanSearch, Trial, Verdict
+from lab.planning.trials import Outcome
 from tests.support.marks import each
 
 GOAL = 0.9
@@ -178,3 +184,18 @@ def test_where_none_holds_the_best_of_the_largest_plans_is_played_to_its_end() -
         (families[0].members[2].label, False)
     ]
     assert search.nearest().label == families[0].members[2].label
+
+
+# The sentences of a plan.
+
+
+def test_why_the_nearest_plan_failed_is_said() -> None:
+    outcome = Outcome(0.0, holds=False, keeps_up=False, result=None, error="OverflowError: too large")
+    nearest = SimpleNamespace(candidate=SimpleNamespace(label="1 x h100"), outcome=outcome)
+    plan = SimpleNamespace(
+        goals=SimpleNamespace(share=0.99), chosen=None, nearest=nearest, variations=(), interval=Interval(0.0, 1.0),
+        simulated_only=None,
+    )  # fmt: skip
+    lines = summary(cast("Plan", plan))
+    assert lines[0].endswith("Nearest: 1 x h100, failed.")
+    assert lines[1] == "Why it failed: OverflowError: too large"
