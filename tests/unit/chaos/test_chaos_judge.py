@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.chaos.__main__ import summary_of
 from benchmarks.chaos.judge import Ending, Outcome, ending_of, problems, promised_endings
 from benchmarks.chaos.schedules import (
     ChaosFault,
@@ -18,7 +19,6 @@ from benchmarks.chaos.schedules import (
     pairs_of,
     shrink,
 )
-from benchmarks.chaos.summary import summary_of
 from tests.support.marks import each
 
 
