@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from alignedserve.core.fair_shares import FairShares, cost_of
 from alignedserve.core.request import RequestClass, Slo
-from router.fair_shares import FairShares, cost_of
 
 DOCUMENT, CHAT = RequestClass.BEST_EFFORT, RequestClass.REAL_TIME
 TICK_S = 0.25

@@ -13,13 +13,14 @@ plan is made for the moment at which the device is free.
 import heapq
 import math
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from alignedserve.core.fair_shares import FairShares, cost_of
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import Request, SamplingParams, Slo
 from alignedserve.costmodel.online import OnlineIterationModel
@@ -39,7 +40,6 @@ from plugins.vllm import names
 from plugins.vllm.counters import Counters
 from plugins.vllm.names import Layout
 from plugins.vllm.pieces import Piece, arrange
-from plugins.vllm.shares import TenantShares
 from plugins.vllm.terms import DEFAULT_SLO, BadTerms, RequestTerms, read_terms
 
 MAX_DOCUMENTS = 512  # with a row; others wait outside, by fair shares, so that a plan stays short
@@ -47,6 +47,7 @@ _LEAST_STEP_S = 1e-5
 # Longer steps are planned one by one: a new chat waits for one step then, not for two.
 _LATE_PLAN_S = 0.05
 _MOST_ALIKE = 15  # steps by one plan, while all decode, nobody comes and nobody leaves
+_AHEAD_TOKENS = 2048.0  # by which a tenant's work may be ahead of what is served
 _CHATS_S = 30.0  # after the last chat, steps are planned early again
 
 
@@ -57,7 +58,8 @@ class Tracked:
     request: Any
     terms: RequestTerms
     arrival_s: float  # on the clock of `now`
-    tag: float  # of its tenant's share; the order of documents
+    tag: float  # where its tenant's work stood when it came (start tags, Goyal et al., SIGCOMM '96); orders documents
+    cost: float  # to be charged when it begins; 0: has begun
     first_token_s: float | None = None
 
 
@@ -83,7 +85,8 @@ class Planner:
     counters: Counters = field(default_factory=Counters)
     table: RequestTable = field(default_factory=RequestTable)
     history: IterationHistory = field(default_factory=IterationHistory)
-    shares: TenantShares = field(default_factory=TenantShares)
+    shares: FairShares = field(default_factory=FairShares)
+    _waiting_cost: Counter[str] = field(default_factory=Counter)  # by tenant, of requests that have not begun
     _tracked: dict[RequestId, Tracked] = field(default_factory=dict)
     _unready: dict[RequestId, None] = field(default_factory=dict)  # no row: vLLM decides about them
     _backlog: list[tuple[float, RequestId]] = field(default_factory=list)  # documents without a row, a heap by tag
@@ -188,7 +191,7 @@ class Planner:
         for at in np.flatnonzero(table.num_blocks[rows] == 0).tolist():  # newcomers, perhaps with a cached beginning
             known = self._tracked[ids[at]]
             table.num_cached[rows[at]] = max(known.request.num_computed_tokens - int(num_tokens[at]), 0)
-            self.shares.served(known.tag)
+            self._begin(known)
         num_tokens = np.minimum(num_tokens, table.num_remaining[rows])
         work = self._work_of(rows, num_tokens)
         predicted_s = self.costs.iteration_s(work)
@@ -285,7 +288,7 @@ class Planner:
             _, request_id = heapq.heappop(self._backlog)
             if request_id in tracked and request_id not in self.table and request_id not in self._unready:
                 self._insert(tracked[request_id], now)
-        if self.shares.has_several:
+        if self.shares.num_waiting > 1:
             self._share_out()
 
     def _track(self, request: Any, now: float) -> None:
@@ -295,9 +298,11 @@ class Planner:
             self.counters.add("bad_terms")
             terms = RequestTerms(slo=self.default_slo)
         waited_s = min(max(time.time() - request.arrival_time, 0.0), 3600.0)
-        cost = request.num_prompt_tokens + min(request.max_tokens, request.num_prompt_tokens)
-        tag = self.shares.arrived(terms.tenant, cost)
-        self._tracked[request.request_id] = Tracked(request, terms, now - waited_s, tag)
+        cost = cost_of(max(request.num_prompt_tokens, 1), min(request.max_tokens, request.num_prompt_tokens))
+        self.shares.wait(terms.tenant, 1.0, now)
+        tag = self.shares.counter(terms.tenant)[0] + self._waiting_cost[terms.tenant]
+        self._waiting_cost[terms.tenant] += cost
+        self._tracked[request.request_id] = Tracked(request, terms, now - waited_s, tag, cost)
         self._unready[request.request_id] = None
 
     def _add_row(self, request_id: RequestId, now: float) -> None:
@@ -337,8 +342,20 @@ class Planner:
     def _forget(self, request_id: RequestId) -> None:
         self._drop_row(request_id)
         self._unready.pop(request_id, None)
-        known = self._tracked.pop(request_id)
-        self.shares.left(known.terms.tenant)
+        self._stop_waiting(self._tracked.pop(request_id))
+
+    def _begin(self, known: Tracked) -> None:
+        cost = known.cost
+        self._stop_waiting(known)
+        self.shares.charge(known.terms.tenant, cost)
+
+    def _stop_waiting(self, known: Tracked) -> None:
+        tenant = known.terms.tenant
+        if known.cost and not self.shares.stop_waiting(tenant):
+            del self._waiting_cost[tenant]
+        elif known.cost:
+            self._waiting_cost[tenant] -= known.cost
+        known.cost = 0.0
 
     def _forget_rows(self, request_ids: Any) -> None:
         """Let preempted requests come back with what vLLM has left of them."""
@@ -350,8 +367,10 @@ class Planner:
 
     def _share_out(self) -> None:
         """Let chats of tenants that are beyond their share give way first."""
-        table, num_generated = self.table, self.table.num_generated.tolist()
+        table, num_generated, first = self.table, self.table.num_generated.tolist(), self.shares.first
+        assert first is not None, "nobody waits"
+        ahead = self.shares.counter(first)[0] + _AHEAD_TOKENS
         for row, request_id in enumerate(table.request_ids):
             known = self._tracked[request_id]
             if known.terms.is_chat and not num_generated[row]:
-                table.priority[row] = known.terms.priority + self.shares.is_ahead(known.tag)
+                table.priority[row] = known.terms.priority + (known.tag > ahead)
