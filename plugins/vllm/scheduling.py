@@ -34,7 +34,7 @@ from alignedserve.scheduling.policy import (
     IterationPolicy,
     WorkerView,
 )
-from alignedserve.scheduling.table import Ints, RequestTable
+from alignedserve.scheduling.table import Ints, RequestTable, rows_where
 from alignedserve.scheduling.table_operations import note_completed, note_decodes
 from plugins.vllm import names
 from plugins.vllm.counters import Counters
@@ -48,6 +48,7 @@ _LEAST_STEP_S = 1e-5
 _LATE_PLAN_S = 0.05
 _MOST_ALIKE = 15  # steps by one plan, while all decode, nobody comes and nobody leaves
 _AHEAD_TOKENS = 2048.0  # by which a tenant's work may be ahead of what is served
+_NO_ROWS: tuple[dict[RequestId, int], Ints, Ints] = ({}, *np.zeros((2, 0), np.int64))
 _CHATS_S = 30.0  # after the last chat, steps are planned early again
 
 
@@ -96,7 +97,7 @@ class Planner:
     _num_stuck: int = 0  # steps in a row that computed nothing though there was a plan
     _plan: IterationPlan | None = None
     _chats_until_s: float = -math.inf
-    _rows_of: tuple[dict[RequestId, int], Ints] = field(default_factory=lambda: ({}, np.zeros(0, np.int64)))
+    _rows_of: tuple[dict[RequestId, int], Ints, Ints] = field(default_factory=lambda: _NO_ROWS)  # of the last step
     _num_alike: int = 0  # steps that may follow without a plan, as all that is here computes a token
 
     # --- before a step
@@ -185,26 +186,27 @@ class Planner:
         self._num_stuck = 0
         if output.num_scheduled_tokens != self._rows_of[0]:
             computed = {name: num for name, num in output.num_scheduled_tokens.items() if name in table}
-            self._rows_of = computed, np.array([table.row(name) for name in computed], np.int64)
-        ids = list(self._rows_of[0])
-        rows, num_tokens = self._rows_of[1], np.fromiter(self._rows_of[0].values(), np.int64, len(ids))
-        for at in np.flatnonzero(table.num_blocks[rows] == 0).tolist():  # newcomers, perhaps with a cached beginning
+            numbers = [table.row(name) for name in computed], list(computed.values())
+            self._rows_of = computed, *np.array(numbers, np.int64)
+        ids, rows, num_tokens = list(self._rows_of[0]), *self._rows_of[1:]
+        for at in rows_where(table.num_blocks[rows] == 0).tolist():  # newcomers, perhaps with a cached beginning
             known = self._tracked[ids[at]]
             table.num_cached[rows[at]] = max(known.request.num_computed_tokens - int(num_tokens[at]), 0)
             self._begin(known)
-        num_tokens = np.minimum(num_tokens, table.num_remaining[rows])
-        work = self._work_of(rows, num_tokens)
+        remaining = table.num_remaining[rows]
+        num_tokens = np.minimum(num_tokens, remaining)
+        work = self._work_of(rows, num_tokens, remaining)
         predicted_s = self.costs.iteration_s(work)
         ends_s = self._free_at(now) + predicted_s
-        is_first = (table.num_generated[rows] == 0) & (table.num_remaining[rows] == num_tokens)
-        first_ids = [ids[at] for at in np.flatnonzero(is_first).tolist()]
+        is_first = (table.num_generated[rows] == 0) & (remaining == num_tokens)
+        first_ids = [ids[at] for at in rows_where(is_first).tolist()]
         self._steps.append(StepInFlight(output, work, now, predicted_s, first_ids))
         note_completed(table, rows, num_tokens, now=ends_s, duration_s=predicted_s)
         size = self.scheduler.block_size
         table.num_blocks[rows] = (table.num_cached[rows] + (size - 1)) // size
         # The last token of these is in flight: they need no further step.
         is_last = table.num_generated[rows] >= table.max_tokens[rows]
-        for request_id in [ids[at] for at in np.flatnonzero(is_last).tolist()]:
+        for request_id in [ids[at] for at in rows_where(is_last).tolist()]:
             self._drop_row(request_id)
             self._unready[request_id] = None
         self.counters.add("steps")
@@ -212,12 +214,11 @@ class Planner:
             are_all = len(ids) == work.num_decodes == len(table) == len(self.scheduler.running)
             self._num_alike = _MOST_ALIKE if are_all and not self.scheduler.num_spec_tokens else 0
 
-    def _work_of(self, rows: Ints, num_tokens: Ints) -> IterationWork:
+    def _work_of(self, rows: Ints, num_tokens: Ints, remaining: Ints) -> IterationWork:
         table, work = self.table, IterationWork()
-        remaining = table.num_remaining[rows]
         is_decode = (remaining == 1) & (table.num_generated[rows] > 0)
         note_decodes(work, table, rows[is_decode])
-        for at in np.flatnonzero(~is_decode).tolist():
+        for at in rows_where(~is_decode).tolist():
             num, is_last = int(num_tokens[at]), bool(num_tokens[at] == remaining[at])
             work.add_chunk(num, int(table.num_cached[rows[at]]), is_last=is_last)
         return work
@@ -337,7 +338,7 @@ class Planner:
         if request_id in self.table:
             self._num_documents -= not self._tracked[request_id].terms.is_chat
             self.table.remove(request_id)
-            self._rows_of, self._num_alike = ({}, self._rows_of[1]), 0
+            self._rows_of, self._num_alike = _NO_ROWS, 0
 
     def _forget(self, request_id: RequestId) -> None:
         self._drop_row(request_id)
