@@ -47,7 +47,7 @@ def _with_parts(pieces: list[Piece]) -> tuple[list[Piece], int]:
     last = next((piece for piece in reversed(pieces) if piece.is_part and piece.is_running != has_waiting), None)
     others = [piece for piece in pieces if piece.is_part and piece is not last]
     whole = [piece for piece in pieces if not piece.is_part]
-    longest = max((piece.num_tokens for piece in [*whole, *([last] if last else [])]), default=0)
+    longest = max((piece.num_tokens for piece in pieces if not piece.is_part or piece is last), default=0)
     shortest = min((piece.num_tokens for piece in others), default=0)
     is_bound = bool(others) and shortest >= longest
     before = pieces if is_bound else whole

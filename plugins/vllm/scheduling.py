@@ -44,8 +44,7 @@ from plugins.vllm.terms import DEFAULT_SLO, BadTerms, RequestTerms, read_terms
 
 MAX_DOCUMENTS = 512  # with a row; others wait outside, by fair shares, so that a plan stays short
 _LEAST_STEP_S = 1e-5
-# Longer steps are planned one by one: a new chat waits for one step then, not for two.
-_LATE_PLAN_S = 0.05
+_LATE_PLAN_S = 0.05  # longer steps are planned one by one: a new chat waits for one of them, not for two
 _MOST_ALIKE = 15  # steps by one plan, while all decode, nobody comes and nobody leaves
 _AHEAD_TOKENS = 2048.0  # by which a tenant's work may be ahead of what is served
 _NO_ROWS: tuple[dict[RequestId, int], Ints, Ints] = ({}, *np.zeros((2, 0), np.int64))
@@ -100,18 +99,14 @@ class Planner:
     _rows_of: tuple[dict[RequestId, int], Ints, Ints] = field(default_factory=lambda: _NO_ROWS)  # of the last step
     _num_alike: int = 0  # steps that may follow without a plan, as all that is here computes a token
 
-    # --- before a step
-
     def lay_out(self, now: float) -> Layout | None:
         """Return how the queues lie for the next step; None: as vLLM has them. May preempt requests by vLLM's means."""
         began_s = time.perf_counter()
         self._sync(now)
+        self._plan, pieces = None, list[Piece]()
         if self._num_stuck > 1 or not names.can_plan(self.scheduler):
-            self._plan = None
             self.counters.add("plain_steps")
             return None
-        pieces: list[Piece] = []
-        self._plan = None
         if self._is_early(now):
             return Layout(self.scheduler.running, [], [], 0)
         is_alike = not self._unready and not self.scheduler.waiting and len(self.table) == len(self.scheduler.running)
@@ -131,8 +126,7 @@ class Planner:
 
     def _view(self, now: float) -> WorkerView:
         scheduler = self.scheduler
-        num_all, num_free = names.num_blocks(scheduler)
-        memory = DeviceMemory(num_all, num_free, scheduler.block_size)
+        memory = DeviceMemory(*names.num_blocks(scheduler), scheduler.block_size)
         limits = IterationLimits(scheduler.max_num_running_reqs, scheduler.max_num_scheduled_tokens)
         return WorkerView(self.table, memory, limits, self.history, self.costs, self._free_at(now))
 
@@ -165,16 +159,13 @@ class Planner:
         first = [request for request in unready if names.is_running(request)]
         blocked = [request for request in unready if not names.is_running(request)]
         holding = self.scheduler.kv_holding_waiting
-        if holding:
-            behind = {request.request_id for request in holding}
-            blocked = [request for request in blocked if request.request_id not in behind]
+        behind = {request.request_id for request in holding}
+        blocked = [request for request in blocked if request.request_id not in behind]
         # vLLM looks at a waiting request only while tokens are left.
         num_own = sum(names.num_pending(request) for request in first) + len(blocked)
         num_own += sum(max(names.num_pending(request), 1) for request in holding)
         layout = arrange(pieces, self.scheduler.running, first, names.max_loras(self.scheduler))
         return layout._replace(newcomers=[*blocked, *layout.newcomers], num_tokens=layout.num_tokens + num_own)
-
-    # --- after it
 
     def scheduled(self, output: Any, now: float) -> None:
         """Note what vLLM took into the step."""
@@ -320,12 +311,8 @@ class Planner:
         prompt, sampling = (0,) * max(request.num_prompt_tokens, 1), SamplingParams(max_tokens=max(most, 1))
         facts = (known.arrival_s, terms.request_class, terms.slo, terms.priority)
         begun_s = 0.0 if known.first_token_s is None else now - known.first_token_s
-        row = table.add(
-            Request(request.request_id, prompt, sampling, "", *facts),
-            now,
-            num_generated=names.num_generated(request),
-            begun_s=begun_s,
-        )
+        made = Request(request.request_id, prompt, sampling, "", *facts)
+        row = table.add(made, now, num_generated=names.num_generated(request), begun_s=begun_s)
         if names.is_running(request):
             table.num_cached[row] = min(request.num_computed_tokens, int(table.context_len[row]) - 1)
             table.num_blocks[row] = -(-request.num_computed_tokens // self.scheduler.block_size)

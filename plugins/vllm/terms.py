@@ -16,7 +16,6 @@ from alignedserve.core.request import MAX_PRIORITY, MAX_TENANT_LEN, RequestClass
 CLASSES = {"chat": RequestClass.REAL_TIME, "document": RequestClass.BEST_EFFORT}
 _HOUR_MS, _WEEK_MS = 3_600_000.0, 7 * 86_400_000.0
 _MOST_MS = {"slo_ttft_ms": _HOUR_MS, "slo_tpot_ms": _HOUR_MS, "deadline_ms": _WEEK_MS}  # as our gateway's headers
-NAMES = (*_MOST_MS, "service_class", "tenant")
 NO_SLO, DEFAULT_SLO = Slo(), Slo(ttft_s=1.0, tpot_s=0.2)
 
 
