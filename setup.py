@@ -125,12 +125,17 @@ COMPILED = ["-O1", "-g1", "-fno-omit-frame-pointer", "-fno-wrapv", SANITIZERS] i
 LINKED = [SANITIZERS] if IS_SANITIZED else ["-s"]
 
 
+IS_HERE = os.environ.get("ALIGNEDSERVE_HERE") == "1"
+FLAGS = set(Path("/proc/cpuinfo").read_text().split()) if IS_HERE else set()
+# Nobody waits for the plain level on a processor with a better one: a third of the compiler's time for it.
+QUICKLY = ["-O1"] if "avx2" in FLAGS else []
+
+
 def sources() -> list[str]:
     """Return the names of the sources to compile."""
-    if os.environ.get("ALIGNEDSERVE_HERE") != "1":
+    if not IS_HERE:
         return list(SOURCES)
-    flags = set(Path("/proc/cpuinfo").read_text().split())
-    lacking = tuple(end for end, flag in NEEDED_FLAGS.items() if flag not in flags)
+    lacking = tuple(end for end, flag in NEEDED_FLAGS.items() if flag not in FLAGS)
     return [name for name in SOURCES if not name.endswith(lacking)]
 
 
@@ -170,9 +175,14 @@ class ParallelBuild(build_ext):
         """Build all extensions. Raises CompileError for the first source that does not compile."""
         compile_serially = self.compiler.compile
 
-        def compile_all(sources: Sequence[str], **options: Any) -> list[str]:
+        def compile_all(sources: Sequence[str], *, extra_postargs: Sequence[str], **options: Any) -> list[str]:
+            def compiled(source: str) -> list[str]:
+                flags = [*extra_postargs, *(QUICKLY if source.endswith("plain.cpp") else ())]
+                made: list[str] = compile_serially([source], extra_postargs=flags, **options)
+                return made
+
             with ThreadPoolExecutor(min(os.cpu_count() or 1, MOST_AT_A_TIME)) as pool:
-                made = pool.map(lambda source: compile_serially([source], **options), sources)
+                made = pool.map(compiled, sources)
                 return [path for paths in made for path in paths]
 
         self.compiler.compile = compile_all

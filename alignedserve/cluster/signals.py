@@ -1,13 +1,14 @@
-"""Handlers of Ctrl-C and SIGTERM, which Ray replaces when it starts."""
+"""Handlers of Ctrl-C, SIGTERM and uncaught errors, which Ray replaces."""
 
 import contextlib
 import os
 import select
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 
-from ray._private import ray_constants
+from ray._private import ray_constants, worker
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -17,6 +18,7 @@ def handlers_preserved() -> Iterator[None]:
     """Preserve signal handlers around the start of Ray; a SIGTERM within raises KeyboardInterrupt, as Ctrl-C does."""
     # Without this, every SIGTERM prints a stack trace of Ray's native code before any handler runs.
     ray_constants.RAY_DISABLE_FAILURE_SIGNAL_HANDLER = True
+    sys.excepthook = worker.normal_excepthook  # Ray's own tells Ray's head first, and hangs where that has ended
     before = {number: signal.getsignal(number) for number in _SIGNALS}
     with interrupts_kept():
         try:

@@ -1,16 +1,52 @@
 """`alignedserve eval`: is what comes out of the running system right?"""
 
 import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from rich.table import Table
 
 from alignedserve.cli.console import FAILURE, INTERRUPTED, printable, progress, results, to_json, write_json
-from alignedserve.client.openai_client import CompletionOutcome, OpenAiClient
+from alignedserve.client.openai_client import CompletionApi, CompletionCall, CompletionOutcome, OpenAiClient
 from alignedserve.config.environment import client_api_key
 from alignedserve.core.metrics import in_percent
+from alignedserve.pocket.tasks import PocketTask
 from lab.commands.options import EvalOptions
-from lab.evaluation.accuracy import EvalAnswer, EvalReport, GroupScore, score
-from lab.evaluation.suites import Suite, make_suite
+from lab.evaluation.accuracy import EvalAnswer, EvalItem, EvalReport, GroupScore, make_items, score
+from lab.evaluation.pocket_calls import pocket_tokenizer, task_call
+from lab.evaluation.questions import Question, make_questions
+from lab.loadgen.prompts import CountTokens
+
+POCKET = "pocket"
+_ANSWER_TOKENS = 48
+
+
+@dataclass(frozen=True, slots=True)
+class Suite:
+    """Items to ask, and the call of one for the model of a name."""
+
+    items: list[EvalItem]
+    call: Callable[[EvalItem, str], CompletionCall]
+
+
+def make_suite(name: str, num_per_group: int, seed: int) -> Suite:
+    """Return the pocket model's tasks, or for any other name the questions."""
+    if name == POCKET:
+        return _pocket(num_per_group, seed, pocket_tokenizer())
+    items = [EvalItem(question.group, question) for question in make_questions(num_per_group)]
+    return Suite(items, lambda item, model: _question_call(item.task, model))
+
+
+def _pocket(num_per_group: int, seed: int, count_tokens: CountTokens) -> Suite:
+    items = make_items(num_per_group, seed, count_tokens)
+    return Suite(items, lambda item, model: task_call(item.task, model, count_tokens))
+
+
+def _question_call(question: PocketTask | Question, model: str) -> CompletionCall:
+    messages = [{"role": "user", "content": question.prompt}]
+    body = {"model": model, "messages": messages, "temperature": 0, "max_tokens": _ANSWER_TOKENS}
+    return CompletionCall(CompletionApi.CHAT, body)
+
 
 _SHOWN_CHARACTERS = 300
 

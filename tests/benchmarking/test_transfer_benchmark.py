@@ -13,8 +13,7 @@ from benchmarks.transfer import __main__ as command
 from benchmarks.transfer import benchmark as transfer
 from benchmarks.transfer.benchmark import measure_device_transfers, measure_host_transfers
 from benchmarks.transfer.device_transfers import pinned_rows, registered_rows
-from benchmarks.transfer.peer_process import peer_process
-from benchmarks.transfer.peer_transfers import PeerWay, peer_rows
+from benchmarks.transfer.peer_transfers import PeerWay, peer_process, peer_rows
 from benchmarks.transfer.spec import TransferBenchmarkSpec
 
 SMALL = TransferBenchmarkSpec(("pocket",), (1,), num_rounds=1)

@@ -110,8 +110,10 @@ class WorkerTemplate:
         """Kill the template; what it has forked lives on. May be repeated."""
         if self.pid:
             self._control.close()
-            os.kill(self.pid, signal.SIGKILL)
-            os.waitpid(self.pid, 0)
+            # Who looked after all children may have waited for this one, too.
+            with contextlib.suppress(ProcessLookupError, ChildProcessError):
+                os.kill(self.pid, signal.SIGKILL)
+                os.waitpid(self.pid, 0)
             self.pid = 0
 
     def __enter__(self) -> Self:

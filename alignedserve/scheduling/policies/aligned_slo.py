@@ -32,9 +32,12 @@ _PACED_TIMES = 2.0  # or than so many times what it takes at the pace of late
 _SHORT_FIRST = 2.0  # so many times its own time is added to when a prompt is due
 _MOST_PROMPTS = 256  # that are looked at, by due time
 _MOST_STRETCH = 2.5  # times as long as alone that a prompt takes in parts
-_PROMPTS_AHEAD = 2.0  # usual ones, by which documents leave chats ahead of their mean gap
+_PROMPTS_AHEAD = 2.0  # usual ones, by which documents leave chats ahead of their mean gap, at most
+_CLOSE_SHARE = 0.75  # of its objective, from which on a wait for a first token was a close one
+_MANY_CLOSE = 0.1  # share of chats that waited closely, from which on documents leave all of that
 _USUAL_STRETCH = 1.05  # errors of the cost model that slack_share is for
 _GAPS_LOST = 2.0  # of a chat that comes between two of its tokens, where interference is bounded
+_FORGOTTEN_TIMES = 20.0  # memory_s, after which a worker without chats expects none
 _WEIGHT = 1 / 16  # of the latest in a moving average
 _GUARANTEES = ("documents", "overdue", "return")
 
@@ -48,7 +51,9 @@ class AlignedSloConfig:
 
     slack_share: Share = 0.9  # of the slack of chats: the rest is for errors of the cost model
     response_share: Share = 0.2  # of the tightest first-token objective: the longest iteration with documents
-    memory_s: Annotated[float, Meta(ge=0)] = 30.0  # for so long after its last request that objective counts
+    memory_s: Annotated[float, Meta(ge=0)] = (
+        30.0  # so long after its last request that objective counts, beside looser ones
+    )
     longest_gap_s: Annotated[float, Meta(ge=0)] = 1.0  # of a chat that has begun, by a prompt beside it
     growth_tokens: Annotated[int, Meta(ge=0)] = 16  # newcomers leave blocks for so many more tokens of each chat
     best_effort_floor: float = 0.05  # share of the tokens that each guarantee has in any case
@@ -80,6 +85,7 @@ class AlignedSlo:
         self._tightest_s, self._tightest_at_s = math.inf, -math.inf
         self._prompt_s, self._num_seen = 0.0, 0  # of a usual prompt of chat
         self._wait_s, self._waits_until_s = 0.0, -math.inf  # for a first token, of late
+        self._close_share = _MANY_CLOSE  # of such waits, as a share: nothing is known yet
         self._alone_s, self._gaps_until_s = 0.0, -math.inf  # the last iteration of chats, as if alone
         self._floors = {name: ClassFloor(config.best_effort_floor) for name in _GUARANTEES}
 
@@ -211,8 +217,8 @@ class AlignedSlo:
             slack_s, tpot_s = rows.slack_s[bound], table.tpot_s[bound]
             usual_s = float(tpot_s.min())
             urgent_s = min(float(np.maximum(slack_s, tpot_s).min()), max(config.longest_gap_s, usual_s))
-            kept_s = _PROMPTS_AHEAD * self._prompt_s if view.computes_prompts else 0.0
-            ahead_s = np.maximum(slack_s - kept_s, 0.0)
+            num_kept = _PROMPTS_AHEAD * min(self._close_share / _MANY_CLOSE, 1.0) if view.computes_prompts else 0.0
+            ahead_s = np.maximum(slack_s - num_kept * self._prompt_s, 0.0)
             documents_s = float(np.minimum(ahead_s, tpot_s).min())
         is_prompt = (rows.group == ON_TIME) & (table.num_generated == 0)
         first_s = float(np.min(rows.start_s + rows.piece_s, where=is_prompt, initial=np.inf))
@@ -272,12 +278,15 @@ class AlignedSlo:
                 self._prompt_s += _WEIGHT * (piece_s - self._prompt_s)
             self._num_seen = table.num_added
         began = table.is_real_time & (table.first_token_s > self._waits_until_s)
-        for wait_s in (table.first_token_s - table.arrival_s)[began].tolist():
+        waits_s = (table.first_token_s - table.arrival_s)[began]
+        for wait_s, is_close in zip(waits_s.tolist(), waits_s > _CLOSE_SHARE * table.ttft_s[began], strict=True):
             self._wait_s += _WEIGHT * (wait_s - self._wait_s)
+            self._close_share += _WEIGHT * (is_close - self._close_share)
         self._waits_until_s = now
         tightest_s = float(np.min(table.ttft_s, where=table.is_real_time, initial=np.inf))
         tightest_s = min(tightest_s, view.history.urgent_ttft_s)
-        is_over = now - self._tightest_at_s > self._config.memory_s and math.isfinite(tightest_s)
+        memory_s = self._config.memory_s * (1.0 if math.isfinite(tightest_s) else _FORGOTTEN_TIMES)
+        is_over = now - self._tightest_at_s > memory_s
         if tightest_s <= self._tightest_s or is_over:
             self._tightest_s, self._tightest_at_s = tightest_s, now
 

@@ -2,22 +2,108 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from typing_extensions import override
 
 from alignedserve.cli.batch.client import BatchClient, RequestRefused, ServerUnavailable
-from alignedserve.client.openai_client import CompletionApi, CompletionOutcome, OpenAiClient
+from alignedserve.client.openai_client import ClientFailureKind, CompletionApi, CompletionOutcome, OpenAiClient
 from alignedserve.core import metrics
 from alignedserve.core.errors import PeerError, PeerLost
-from lab.certification.protocol import Fitting, Phase, Protocol, Speed, Wanted
+from alignedserve.core.request import Slo
+from lab.certification.judged_lines import LineAnswer, LineJudge
+from lab.certification.protocol import Fitting, Phase, PlannedBatch, PlannedLine, Protocol, Speed, Wanted
 from lab.certification.records import BatchRecord, Evidence, PhaseRecord
 from lab.commands.certify.batch_documents import BatchDocuments, NoBatches
 from lab.commands.certify.calls import CallMaker, gaps_of, record_of
 from lab.commands.certify.chat_load import ChatLoad
 from lab.commands.certify.documents import Documents, DocumentsLog
 from lab.commands.certify.speed import SpeedMeter
-from lab.commands.certify.stream_documents import StreamDocuments
+
+_LATER = frozenset({429, 503})
+_PAUSE_S, _LOOK_S = 1.0, 0.5
+
+
+class _OpenBatch:
+    def __init__(self, plan: PlannedBatch, expected: Mapping[int, str]) -> None:
+        self.plan = plan
+        self.judge = LineJudge(plan, expected)
+        self.num_left = len(plan.lines)
+        self.ended_s: float | None = None
+
+    def take(self, answer: LineAnswer) -> None:
+        self.judge.take(answer)
+        self.num_left -= 1
+        if not self.num_left:
+            self.ended_s = time.monotonic()
+
+
+class StreamDocuments(Documents):
+    """Sends documents as streams."""
+
+    def __init__(
+        self, *, client: OpenAiClient, calls: CallMaker, tier: Mapping[str, Any], outstanding: int, patience_s: float
+    ) -> None:
+        self._client = client
+        self._calls = calls
+        self._tier = tier
+        self._outstanding = outstanding
+        self._patience_s = patience_s
+        fields = " and ".join(f"{name}: {value}" for name, value in tier.items())
+        self.words = f"streams, {outstanding} at a time, with {fields or 'nothing that tells them from chat'}"
+
+    @override
+    async def run(self, batches: Sequence[PlannedBatch], expected: Mapping[int, str], log: DocumentsLog) -> None:
+        log.begin()
+        opened = [_OpenBatch(plan, expected) for plan in batches]
+        waiting = deque((batch, line) for batch in sorted(opened, key=_window) for line in batch.plan.lines)
+        tasks = [asyncio.create_task(self._send_all(waiting, log)) for _ in range(self._outstanding)]
+        log.has_begun.set()
+        try:
+            while not all(task.done() for task in tasks):
+                log.step(sum(len(batch.plan.lines) - batch.num_left for batch in opened))
+                log.require_progress(self._patience_s)
+                await asyncio.wait(tasks, timeout=_LOOK_S)
+            await asyncio.gather(*tasks)
+            log.step(sum(len(batch.plan.lines) for batch in opened))
+            log.ended_s = max(batch.ended_s or log.began_s for batch in opened)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            for batch in opened:
+                status = "completed" if batch.ended_s is not None else "in_progress"
+                log.batches.append(batch.judge.record(status, log.began_s, batch.ended_s))
+
+    async def _send_all(self, waiting: deque[tuple[_OpenBatch, PlannedLine]], log: DocumentsLog) -> None:
+        while waiting:
+            batch, line = waiting.popleft()
+            outcome = await self._answered(line)
+            log.streams.append(outcome)
+            failure = None if outcome.failure is None else outcome.failure.label
+            batch.take(
+                LineAnswer(line.custom_id, outcome.text, outcome.num_prompt_tokens or 0, outcome.num_tokens, failure)
+            )
+
+    async def _answered(self, line: PlannedLine) -> CompletionOutcome:
+        began_s = time.monotonic()
+        while True:
+            outcome = await self._client.complete(
+                self._calls.call(line.request, Slo(), self._tier), CompletionOutcome()
+            )
+            failure = outcome.failure
+            is_later = failure is not None and failure.kind is ClientFailureKind.HTTP and failure.status in _LATER
+            if not is_later or time.monotonic() - began_s > self._patience_s:
+                return outcome
+            await asyncio.sleep(_PAUSE_S)
+
+
+def _window(batch: _OpenBatch) -> float:
+    return batch.plan.window_s
+
 
 _BEGINS_S = 30.0  # that batches may be checked before chat comes all the same
 Say = Callable[[str], None]

@@ -23,17 +23,52 @@ from lab.planning.candidates import Choices, PolicyChoice
 from lab.planning.experts import EXPERTS, expert_degrees, expert_words
 from lab.planning.hardware_list import RECORDED, Offer, parse_hardware
 from lab.planning.plan import PlanRequest
-from lab.planning.token_counts import other_tokens, warnings_of
 from lab.planning.trials import Machines, Traffic
 from lab.replay.component_replay import read_run_metadata
 from lab.replay.fitting import MachineFit, fit_machine
 from lab.replay.simulated import OTHERS, requests_of, workload_of
 from lab.sim.config import NO_SLOWDOWNS, Slowdowns
 from lab.sim.sweep import WorkloadLine
+from lab.workload.catalogue import TOKENS_OF, Library
 from lab.workload.grammar import RECORDED as RECORDED_ARRIVALS
 from lab.workload.grammar import parse_classes
 from lab.workload.rates import as_recorded, at_rate, with_objectives
+from lab.workload.recordings import TraceSource
 from lab.workload.requests import TimedRequest, Workload
+
+_FAMILIES = ("llama-2", "llama-3", "opt", "bloom")  # models whose names begin alike have one tokenizer
+
+
+def warnings_of(line: str, model: str, data_dir: Path | None) -> list[str]:
+    """Return a warning for each source of lengths that names another model, or none. Raises ConfigError."""
+    library, counts = Library(data_dir), []
+    for name in dict.fromkeys(spec.source for spec in parse_classes(line)):
+        if name is None:
+            continue
+        source = library.source(name)
+        named = TOKENS_OF.get(name) or _named_in(source)
+        if named is None:
+            counts.append(f"{name} does not say whose tokens its lengths are; for {model} they may be others.")
+        else:
+            counts += other_tokens(name, named, model)
+    return counts
+
+
+def other_tokens(source: str, named: str, model: str) -> list[str]:
+    """Return a warning where the lengths of a source are tokens of another model, or none."""
+    if _family(named) == _family(model):
+        return []
+    return [f"The lengths of {source} are tokens of {named}; the same texts have other lengths in {model}."]
+
+
+def _named_in(source: object) -> str | None:
+    return ", ".join(source.models) or None if isinstance(source, TraceSource) else None
+
+
+def _family(model: str) -> str:
+    lowered = model.rpartition("/")[2].lower().removeprefix("meta-")
+    return next((family for family in _FAMILIES if lowered.startswith(family)), lowered)
+
 
 _DEFAULT_DURATION_S = 600.0  # of traffic that is no recording
 _PLANNED = (

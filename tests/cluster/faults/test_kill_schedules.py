@@ -13,7 +13,7 @@ from benchmarks.measuring.kill_schedules import Hit, KillFault, KillSchedule, Ta
 
 pytestmark = pytest.mark.cluster
 
-SEEDS = (1002, 1008, 1010, 1031, 1043)  # of three faults each; none after which `serve` has to be started anew
+SEEDS = (1144, 1161, 1188)  # of three faults each; none after which `serve` has to be started anew
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def test_no_line_is_lost_doubled_or_wrong(fired_at: KillCluster) -> None:
 @pytest.mark.slow
 @pytest.mark.promise
 @pytest.mark.timeout(1200)
-def test_five_schedules(fired_at: KillCluster) -> None:
+def test_three_schedules(fired_at: KillCluster) -> None:
     tasks = some_tasks(fired_at, NUM_LINES)
     schedules = [make_schedule(seed) for seed in SEEDS]
     assert {fault.target for schedule in schedules for fault in schedule.faults} == set(Target) - {Target.COMMAND}

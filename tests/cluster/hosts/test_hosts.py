@@ -32,12 +32,12 @@ REASON = obstacle()
 pytestmark = [
     pytest.mark.cluster,
     pytest.mark.slow,
-    pytest.mark.promise,
     pytest.mark.alone,
     pytest.mark.timeout(900),
     pytest.mark.skipif(REASON is not None, reason=f"no hosts can be made: {REASON}"),
 ]
 
+promise = pytest.mark.promise  # all but moves, which nobody has by default and which take minutes to come about
 FAULT_S = 6.0
 _MOVE_ROUNDS = 6
 _NUM_STREAMS = 20  # eight of which a worker decodes at once
@@ -70,6 +70,7 @@ def hurt(rehearsal: Rehearsal, fault: str, heal_after: float) -> Verdict:
     return replay_with_fault(rehearsal, options).verdict
 
 
+@promise
 def test_hosts_serve_together(rehearsal: Rehearsal) -> None:
     first, second = rehearsal.urls()
     assert complete(first, rehearsal.api_key) == complete(second, rehearsal.api_key) == "o t t e r"
@@ -80,6 +81,7 @@ def test_hosts_serve_together(rehearsal: Rehearsal) -> None:
     asyncio.run(chat_with_another_host(rehearsal))
 
 
+@promise
 def test_files_and_batches_are_the_same_behind_every_gateway(rehearsal: Rehearsal) -> None:
     first, second = rehearsal.urls()
     key = rehearsal.api_key
@@ -103,6 +105,7 @@ def test_files_and_batches_are_the_same_behind_every_gateway(rehearsal: Rehearsa
     assert len(results[0].splitlines()) == 5
 
 
+@promise
 def test_every_port_has_a_purpose_and_refuses_those_without_credentials(rehearsal: Rehearsal) -> None:
     for host in rehearsal.hosts.hosts:
         listeners = listeners_of(host.run("ss", "-ltnpH").stdout)
@@ -120,6 +123,7 @@ def test_every_port_has_a_purpose_and_refuses_those_without_credentials(rehearsa
         assert complete(url, rehearsal.api_key) == "o t t e r"
 
 
+@promise
 def test_a_wrong_token_a_second_cluster_and_a_process_of_another_cluster_are_refused(rehearsal: Rehearsal) -> None:
     said = rehearsal.on_host(1, "RAY_AUTH_TOKEN=wrong RAY_NUM_REDIS_GET_RETRIES=2 alignedserve status")
     assert "cannot join the Ray cluster" in said
@@ -199,6 +203,7 @@ def test_a_decode_moves_to_another_host_and_its_answer_is_the_same(rehearsal: Re
     assert "moved to worker-" in " ".join(said.split()), said
 
 
+@promise
 @pytest.mark.parametrize("fault", ["loss", "delay"])
 def test_answers_arrive_whole_over_a_bad_network(rehearsal: Rehearsal, fault: str) -> None:
     verdict = hurt(rehearsal, fault, FAULT_S)
@@ -206,6 +211,7 @@ def test_answers_arrive_whole_over_a_bad_network(rehearsal: Rehearsal, fault: st
     rehearsal.wait_until_used(rehearsal.hosts.hosts[1])
 
 
+@promise
 def test_a_host_that_was_cut_off_is_used_again(rehearsal: Rehearsal) -> None:
     """One that is killed is: test_models_on_hosts.py."""
     verdict = hurt(rehearsal, "cut", 8.0)

@@ -2,9 +2,9 @@
 
 from typing import Any
 
+from benchmarks.chaos.__main__ import summary_of
 from benchmarks.chaos.judge import Ending, Outcome, ending_of, problems, promised_endings
 from benchmarks.chaos.schedules import ChaosFault, ChaosSchedule, Hit, Phase, Target
-from benchmarks.chaos.summary import summary_of
 from tests.support.marks import each
 
 

@@ -7,6 +7,7 @@ import threading
 from types import FrameType
 
 import pytest
+from ray._private import worker
 
 from alignedserve.cluster.signals import handlers_preserved
 
@@ -52,3 +53,10 @@ def test_on_another_thread_it_changes_nothing() -> None:
     thread.start()
     thread.join()
     assert entered == [True]
+
+
+def test_an_error_that_nobody_handles_does_not_ask_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose head may have ended: the process would never."""
+    monkeypatch.setattr(sys, "excepthook", worker.custom_excepthook)
+    with handlers_preserved():
+        assert sys.excepthook is worker.normal_excepthook

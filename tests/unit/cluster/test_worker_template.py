@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from alignedserve.cluster.local_ray import fork_worker
+from alignedserve.cluster.local_ray.worker_template import WorkerTemplate
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="elsewhere there is no template")]
 
@@ -80,3 +81,9 @@ def test_without_a_template_a_worker_starts_by_its_command(template: Template) -
 def test_a_template_ends_with_the_process_that_has_forked_it(template: Template) -> None:
     template.creator.kill()
     template.process.wait(10)
+
+
+def test_a_template_that_somebody_else_has_waited_for_stops() -> None:
+    process = subprocess.Popen(["/bin/true"])
+    process.wait()
+    WorkerTemplate(process.pid, socket.socket()).stop()

@@ -168,6 +168,18 @@ def test_documents_leave_chats_ahead_by_two_usual_prompts(first_token_s: float, 
     assert abs(len(plan.scheduled) - 1 - num_documents) <= 1
 
 
+@each(("wait_s", "num_documents"), [(0.05, 26), (0.95, 0)])
+def test_documents_leave_nothing_where_first_tokens_came_long_before_they_were_due(
+    wait_s: float, num_documents: int
+) -> None:
+    policy = make_policy("aligned_slo")
+    policy.plan(view_of({f"{number}": chat(390, 5.0) for number in range(200)}, max_tokens=99))
+    begun = ANSWER | {"arrival_s": 0.95 - wait_s, "first_token_s": 0.95}
+    policy.plan(view_of({f"{number}": begun for number in range(60)}, now=0.96))
+    plan = policy.plan(view_of(with_documents(ANSWER), now=1.0))
+    assert abs(len(plan.scheduled) - 1 - num_documents) <= 1
+
+
 @each(
     ("now", "ttft_s", "longest_s"),
     [(1.0, 0.5, 0.1), (20.0, 2.0, 0.1), (32.0, 2.0, 0.4)],
@@ -193,6 +205,9 @@ def test_an_idle_worker_computes_no_document_for_longer_than_the_next_chat_may_w
     history.note(0.02, is_urgent=True)
     history.note(0.9)
     assert scheduled_of(view, policy.plan(replace(view, now=2.0, history=history))) == {"document": 190}
+    history.note(0.2)
+    assert scheduled_of(view, policy.plan(replace(view, now=602.0, history=history))) == {"document": 190}
+    assert scheduled_of(view, policy.plan(replace(view, now=603.0, history=history))) == {"document": 500}
 
 
 @each(("deadline_s", "num_beside"), [(1.62, 3), (1.25, 0), (9.0, 7)])
