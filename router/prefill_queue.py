@@ -18,9 +18,9 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from alignedserve.core.class_floor import ClassFloor, OverdueFloor, TurnClass
+from alignedserve.core.fair_shares import FairShares, cost_of
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import Request
-from router.fair_shares import FairShares, cost_of
 from router.policies import OrderKey, PrefillOrder
 
 # By how much a tenant's counter may be beyond the lowest, and its requests on time still go before those that are late.
@@ -214,7 +214,7 @@ class PrefillQueue:
         return waiting.turn_class is not TurnClass.ON_TIME or not shares.is_behind(waiting.tenant)
 
     def charge(self, request: Request, cost: float) -> None:
-        """Add to the counter of its tenant what a request costs (router/fair_shares.py), or give it back: below 0."""
+        """Add to the counter of its tenant what a request costs (core/fair_shares.py), or give it back: below 0."""
         is_first = self._is_first(request)
         self._shares[is_first].charge(request.tenant, cost)
         if cost < 0:

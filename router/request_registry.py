@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from alignedserve.core.errors import FailureKind
+from alignedserve.core.fair_shares import cost_of
 from alignedserve.core.ids import RequestId
 from alignedserve.core.lifecycle import Stage, epoch_end, is_same_epoch
 from alignedserve.core.request import Request, RequestClass
@@ -19,7 +20,6 @@ from alignedserve.messages.events import Send
 from alignedserve.messages.gateways import AbortRequest, RequestFailed, RequestInterrupted
 from alignedserve.messages.pools import DropRequest
 from alignedserve.messages.workers import SetPredictedLength
-from router.fair_shares import cost_of
 from router.placement import Placement
 from router.prefill_queue import PrefillQueue
 from router.state import TrackedRequest

@@ -6,7 +6,7 @@ slack is 1 600 s and B's 500 s, so B goes first. A waits within its slack and lo
 
 Where batches of several owners have lines to run, the owner with the fewest lines in the cluster by its weight goes
 first, and of its batches the one with the least slack. So each owner has lines waiting at the router, which shares
-tokens out (router/fair_shares.py). Example: 12 places, owners of weights 2 and 1: 8 lines and 4. A client counts once,
+tokens out (core/fair_shares.py). Example: 12 places, owners of weights 2 and 1: 8 lines and 4. A client counts once,
 whichever APIs its batches come by.
 
 Line deadlines spread the remaining lines over the window, so that a batch asks for a steady share of the cluster

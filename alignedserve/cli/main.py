@@ -322,11 +322,11 @@ def _use_log_format(name: str | None) -> None:
 @app.command()
 @takes_options
 def serve(options: ServeOptions) -> None:
-    """Start a cluster on this machine and serve until Ctrl-C; with --upstream, stand before other servers."""
+    """Start a cluster on this machine and serve until Ctrl-C; with --upstream or --engine, before other servers."""
     from alignedserve.config.model_settings import load_models
 
     _use_log_format(options.log_format)
-    if options.upstream:
+    if options.upstream or options.engine:
         from alignedserve.cli.commands.serving.upstreams import serve as stand_before
 
         stand_before(options)

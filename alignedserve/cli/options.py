@@ -100,6 +100,16 @@ class ServeOptions:
             help="Serve no model here, but stand before this OpenAI-compatible server (repeatable).",
         ),
     ] = ()
+    engine: Annotated[
+        str | None,
+        typer.Option("--engine", metavar="vllm", help="Serve by vLLM, our scheduler inside: its command or path."),
+    ] = None
+    engine_args: Annotated[
+        str, typer.Option("--engine-args", metavar="ARGS", help="Further arguments of `vllm serve`, as in a shell.")
+    ] = ""
+    engine_count: Annotated[
+        int, typer.Option("--engine-count", metavar="N", min=1, max=64, help="Of each model: so many vLLMs.")
+    ] = 1
     config: ConfigOption = None
     overrides: SetOption = ()
     port: Annotated[int | None, typer.Option("--port", help="Short for --set gateway.port=PORT.")] = None

@@ -164,7 +164,7 @@ class Request:
     prefix_root: bytes = b""
     second_text_at: int = 0  # of a pair of texts: the first token of the second; 0: encoders take the prompt as one
     adapter: LoraAdapter | None = None  # None: the model alone
-    tenant: str = ""  # the client that it counts for where several share (router/fair_shares.py)
+    tenant: str = ""  # the client that it counts for where several share (core/fair_shares.py)
     weight: float = 1.0  # of that client's share
     pictures: tuple[Picture, ...] = ()  # in the order of their places in the prompt
     whole_runs: tuple[PictureRun, ...] = ()  # of tokens that read one another both ways: those of some pictures

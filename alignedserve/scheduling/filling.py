@@ -72,8 +72,8 @@ class Filling:
         rows = self._in_order(rows_where(mask))
         if not len(rows):
             return 0.0
-        if self._evicted or self._guaranteed:
-            rows = rows[[row not in self._evicted and row not in packer for row in rows.tolist()]]
+        if taken := self._evicted.union(packer.rows if self._guaranteed else ()):
+            rows = rows[[row not in taken for row in rows.tolist()]]
         rows = rows[: num_decodes_within(self._view.costs, packer.work, self._table, rows, until_s)]
         while len(rows):
             rows = rows[packer.add_decodes(rows) :]

@@ -91,11 +91,20 @@ class Manners:
 
     owner: str = ""
     takes_additions: bool = True  # until it refuses them
+    takes_terms: bool = False  # our scheduler is inside: classes, objectives and tenants go down in vllm_xargs
 
 
-def body_for(fields: Mapping[str, Any], manners: Manners, path: str, *, is_document: bool) -> tuple[bytes, bool]:
-    """Return the body as this upstream is to get it, and whether anything was added to the client's."""
+def body_for(
+    fields: Mapping[str, Any], manners: Manners, path: str, *, is_document: bool, terms: Mapping[str, Any] | None = None
+) -> tuple[bytes, bool]:
+    """Return the body as this upstream is to get it, and whether anything was added to the client's.
+
+    `terms`: of the request, for our scheduler.
+    """
     body = dict(fields)
+    if manners.takes_terms and path in _CHAT_PATHS:
+        sent = body.get("vllm_xargs")
+        body["vllm_xargs"] = {**(sent if isinstance(sent, dict) else {}), **(terms or {})}
     if manners.owner != "alignedserve":
         body.pop("service_tier", None)
     if manners.takes_additions:

@@ -11,10 +11,10 @@ import math
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from alignedserve.core.fair_shares import FairShares, cost_of
 from alignedserve.core.request import RequestClass, Slo
-from router.fair_shares import FairShares, cost_of
 
 DOCUMENT, CHAT = RequestClass.BEST_EFFORT, RequestClass.REAL_TIME
 TICK_S = 0.25
@@ -90,6 +90,13 @@ class WaitingCall:
     looked_s: float = 0.0  # when its gaps were looked at last, like the next
     looked_tokens: int = 0
     is_late: bool = False  # its first token, and that is counted
+
+    def scheduler_terms(self) -> dict[str, Any]:
+        """Return what our scheduler inside vLLM reads of a request (plugins/vllm/terms.py)."""
+        is_document = self.request_class is DOCUMENT
+        names = {"deadline": "deadline_ms"} if is_document else {name: f"slo_{name}_ms" for name in ("ttft", "tpot")}
+        targets = {names[name]: 1000.0 * target_s for name, target_s in self.slo.targets if name in names}
+        return {"service_class": "document" if is_document else "chat", "tenant": self.tenant, **targets}
 
 
 @dataclass(slots=True)

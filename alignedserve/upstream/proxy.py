@@ -237,7 +237,9 @@ class UpstreamProxy:
         """Send a call; refusals of the upstream and what it cannot do are raised. Raises Again, GenerationError."""
         assert self._session is not None, "a proxy that was not started"
         manners, config = self.manners[url], self._config
-        body, has_additions = body_for(job.fields, manners, job.path, is_document=job.is_document)
+        body, has_additions = body_for(
+            job.fields, manners, job.path, is_document=job.is_document, terms=job.call.scheduler_terms()
+        )
         # Of an answer that is not streamed nothing comes before its end.
         answer_s = config.token_timeout_s if job.is_streamed else _WHOLE * config.token_timeout_s
         silence_s = config.best_effort_timeout_s if job.is_document else answer_s
@@ -260,8 +262,12 @@ class UpstreamProxy:
                 else:
                     yield response
                     return
-            async with self._request(job, url) as plain:
-                yield plain
+            try:
+                async with self._request(job, url) as plain:
+                    yield plain
+            except InvalidRequest:  # so it was the client's own
+                manners.takes_additions = True
+                raise
         except aiohttp.ClientConnectorError as error:
             self._down(url, _words(url, error))
             raise Again(Unavailable(_ALL_FAILED)) from error

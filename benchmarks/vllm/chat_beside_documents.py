@@ -1,12 +1,14 @@
-"""Chat beside documents on a real vLLM: as it is by priority, with our scheduler, with any other; in alternation.
+"""Chat beside documents on a real vLLM, in alternation: by arrival, by priority, with the prototype of a scheduler
+inside, with ours inside, and by priority with our gateway before it.
 
     make build/vllm/.installed
     build/vllm/bin/python tests/inside_vllm/tiny_model.py build/opt-125m     # 125M OPT's shape, random weights
     python -m benchmarks.vllm.chat_beside_documents build/opt-125m --vllm build/vllm/bin/vllm
 
-Each run starts a server and sends the chats alone, then the same chats beside documents. Chat is an open loop: moments
-by Poisson, lengths like ShareGPT's. Documents: 512 to 1 024 tokens, answers of 32 to 128, so many outstanding. Prompts
-are token ids, answers have fixed lengths. Times are the client's.
+The prototype's row needs --prototype with the folder of vllm_prototype.py. Each run starts a server and sends the chats
+alone, then the same chats beside documents. Chat is an open loop: moments by Poisson, lengths like ShareGPT's.
+Documents: 512 to 1 024 tokens, answers of 32 to 128, not streamed, so many outstanding. Prompts are token ids, answers
+have fixed lengths. Times are the client's. Behind the gateway documents say so by their tier.
 """
 
 import asyncio
@@ -16,8 +18,11 @@ import random
 import signal
 import statistics
 import subprocess
+import sys
 import time
 from argparse import Namespace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,7 +33,14 @@ from benchmarks.measuring.arguments import parser_of
 from benchmarks.measuring.recording import write_result
 
 ROOT = Path(__file__).parents[2]
-OURS = "alignedserve_vllm.AlignedScheduler"
+BY_PRIORITY = ("--scheduling-policy", "priority")
+CASES = {
+    "by arrival": (),
+    "by priority": BY_PRIORITY,
+    "prototype inside": (*BY_PRIORITY, "--scheduler-cls", "vllm_prototype.Proto"),
+    "ours inside": (*BY_PRIORITY, "--scheduler-cls", "alignedserve_vllm.AlignedScheduler"),
+    "gateway before priority": BY_PRIORITY,
+}
 VOCABULARY = range(10, 50_000)
 START_S, SHOWN = 600.0, ("held", "ttft_p50_s", "ttft_p99_s", "tpot_p50_s", "tpot_p99_s", "documents_per_s")
 
@@ -58,18 +70,19 @@ class Load:
     url: str
     arguments: Namespace
     chat_fields: dict[str, Any]
-    document_fields: dict[str, Any] = field(default_factory=lambda: {"priority": 10})
+    document_fields: dict[str, Any] = field(default_factory=lambda: {"priority": 10, "stream": False})
 
     async def answer(
         self, session: aiohttp.ClientSession, rng: random.Random, num_in: int, num_out: int, **fields: Any
     ) -> Answer:
         prompt = [rng.choice(VOCABULARY) for _ in range(num_in)]
         body = {"model": "model", "prompt": prompt, "max_tokens": num_out, "temperature": 0, "ignore_eos": True}
+        body |= {"stream": True, **fields}
         sent_s, times = time.perf_counter(), list[float]()
-        async with session.post(f"{self.url}/v1/completions", json={**body, "stream": True, **fields}) as response:
+        async with session.post(f"{self.url}/v1/completions", json=body) as response:
             response.raise_for_status()
             async for line in response.content:
-                has_token = line.startswith(b"data:") and b"[DONE]" not in line
+                has_token = not body["stream"] or (line.startswith(b"data:") and b"[DONE]" not in line)
                 times += [time.perf_counter()] * has_token
         return Answer(sent_s, times[0], times[-1], num_out)
 
@@ -119,60 +132,74 @@ class Load:
         }
 
 
-def serve(arguments: Namespace, scheduler: str, log: Path) -> subprocess.Popen[bytes]:
-    """Start vLLM with this scheduler, "": its own, and wait until it answers."""
-    command = [
-        *(arguments.vllm, "serve", str(arguments.model), "--served-model-name", "model", "--port", str(arguments.port)),
-        *("--dtype", "float32", "--enforce-eager", "--max-model-len", "2048", "--scheduling-policy", "priority"),
-        *(("--scheduler-cls", scheduler) if scheduler else ()),
-    ]
-    for_cpus = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_OMP_THREADS_BIND": "0-1", "HF_HUB_OFFLINE": "1"}
-    path = os.pathsep.join([str(ROOT), *arguments.path])
+@contextmanager
+def running(command: Sequence[str], url: str, environment: Mapping[str, str], log: Path) -> Iterator[None]:
+    """Run a server until the end of the block; the block begins when it answers."""
     with log.open("wb") as file:
-        server = subprocess.Popen(
-            command, env={**for_cpus, **os.environ, "PYTHONPATH": path}, stdout=file, stderr=subprocess.STDOUT
-        )
-    until_s = time.monotonic() + START_S
-    while time.monotonic() < until_s and server.poll() is None:
-        if asyncio.run(_answers(arguments.port)):
-            return server
-        time.sleep(1.0)
-    server.kill()
-    raise SystemExit(f"vLLM did not start: {log.read_text(errors='replace')[-2000:]}")
-
-
-async def _answers(port: int) -> bool:
+        server = subprocess.Popen(command, env={**os.environ, **environment}, stdout=file, stderr=subprocess.STDOUT)
     try:
-        async with aiohttp.ClientSession() as session, session.get(f"http://localhost:{port}/health") as response:
-            return response.status == 200
-    except aiohttp.ClientError:
-        return False
-
-
-def measure(arguments: Namespace, scheduler: str) -> dict[str, Any]:
-    """Measure one server: chats alone, then beside documents."""
-    objectives = {"slo_ttft_ms": 1000 * arguments.ttft, "slo_tpot_ms": 1000 * arguments.tpot}
-    log = Path(arguments.log)
-    server = serve(arguments, scheduler, log)
-    try:
-        load = Load(f"http://localhost:{arguments.port}", arguments, {"vllm_xargs": objectives})
-        return {
-            "scheduler": scheduler or "vLLM's own, by priority",
-            "alone": asyncio.run(load.phase(0)),
-            "beside": asyncio.run(load.phase(arguments.documents)),
-        }
+        until_s = time.monotonic() + START_S
+        while not asyncio.run(_answers(url)):
+            if time.monotonic() > until_s or server.poll() is not None:
+                raise SystemExit(f"{command[0]} did not start: {log.read_text(errors='replace')[-2000:]}")
+            time.sleep(1.0)
+        yield
     finally:
         server.send_signal(signal.SIGTERM)
         server.wait(60)
 
 
+async def _answers(url: str) -> bool:
+    try:
+        async with aiohttp.ClientSession() as session, session.get(url) as response:
+            return response.status == 200
+    except aiohttp.ClientError:
+        return False
+
+
+def measure(arguments: Namespace, case: str) -> dict[str, Any]:
+    """Measure one server: chats alone, then beside documents."""
+    ttft_ms, tpot_ms = 1000 * arguments.ttft, 1000 * arguments.tpot
+    engine, gateway = f"http://localhost:{arguments.port}", f"http://localhost:{arguments.port + 1}"
+    command = [
+        *(arguments.vllm, "serve", str(arguments.model), "--served-model-name", "model", "--port", str(arguments.port)),
+        *("--dtype", "float32", "--enforce-eager", "--max-model-len", "2048", *CASES[case]),
+    ]
+    path = os.pathsep.join(map(str, filter(None, (ROOT, arguments.prototype))))
+    for_cpus = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_OMP_THREADS_BIND": "0-1", "HF_HUB_OFFLINE": "1"}
+    log = Path(arguments.log)
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as servers:
+        servers.enter_context(running(command, f"{engine}/health", {**for_cpus, "PYTHONPATH": path}, log))
+        load = Load(engine, arguments, {})
+        if case == "by arrival":
+            load = Load(engine, arguments, {}, {"stream": False})
+        elif "inside" in case:
+            load = Load(engine, arguments, {"vllm_xargs": {"slo_ttft_ms": ttft_ms, "slo_tpot_ms": tpot_ms}})
+        elif case.startswith("gateway"):
+            door = [
+                *(sys.executable, "-m", "alignedserve", "serve", "--upstream", engine),
+                *("--port", str(arguments.port + 1)),
+                *("--set", f"gateway.default_ttft_s={arguments.ttft}"),
+                *("--set", f"gateway.default_tpot_s={arguments.tpot}", "--set", "batches.enabled=false"),
+            ]
+            beside = log.with_suffix(".gateway.log")
+            servers.enter_context(running(door, f"{gateway}/ready", {"PYTHONPATH": str(ROOT)}, beside))
+            load = Load(gateway, arguments, {}, {"service_tier": "flex", "stream": False})
+        return {
+            "case": case,
+            "alone": asyncio.run(load.phase(0)),
+            "beside": asyncio.run(load.phase(arguments.documents)),
+        }
+
+
 def main() -> None:
-    """Measure all schedulers in turn, as often as wanted; print each run and write the record."""
+    """Measure all cases in turn, as often as wanted; print each run and write the record."""
     parser = parser_of(__doc__, rounds=2, name="vllm/chat_beside_documents")
     parser.add_argument("model", type=Path)
     parser.add_argument("--vllm", default="vllm", help="the command")
-    parser.add_argument("--schedulers", nargs="*", default=["", OURS], help='classes to compare; "": vLLM\'s own')
-    parser.add_argument("--path", nargs="*", default=[], help="folders in which these classes lie")
+    parser.add_argument("--cases", nargs="*", choices=CASES, default=list(CASES))
+    parser.add_argument("--prototype", type=Path, help="folder of vllm_prototype.py; without it its row is left out")
     parser.add_argument("--rate", type=float, default=0.8, help="chats a second")
     parser.add_argument("--documents", type=int, default=64, help="outstanding")
     parser.add_argument("--ttft", type=float, default=1.0)
@@ -184,12 +211,13 @@ def main() -> None:
     parser.add_argument("--log", default="build/vllm-server.log")
     arguments = parser.parse_args()
     rows = []
-    for number, scheduler in itertools.product(range(arguments.rounds), arguments.schedulers):
-        row = {"round": number, **measure(arguments, scheduler)}
+    cases = [case for case in arguments.cases if arguments.prototype or not case.startswith("prototype")]
+    for number, case in itertools.product(range(arguments.rounds), cases):
+        row = {"round": number, **measure(arguments, case)}
         rows.append(row)
         for phase in ("alone", "beside"):
             figures = " ".join(f"{name} {row[phase][name]:.3f}" for name in SHOWN)
-            print(f"{row['scheduler']:40} {phase:7} {figures}", flush=True)
+            print(f"{row['case']:24} {phase:7} {figures}", flush=True)
     settings = ("rate", "documents", "ttft", "tpot", "seconds", "warm", "seed")
     write_result(arguments.name, {**{name: getattr(arguments, name) for name in settings}, "rows": rows})
 

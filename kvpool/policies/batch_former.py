@@ -131,7 +131,7 @@ class FcfsBatchFormer:
 class TurnBatchFormer:
     """BatchFormer that chooses by turn where its limits say so, and else as the given former does.
 
-    By turn is the order in which the router's fair queue gave prompts out (router/fair_shares.py), up to the first
+    By turn is the order in which the router's fair queue gave prompts out (core/fair_shares.py), up to the first
     request that does not fit; a request larger than the limit is passed over.
     """
 

@@ -35,7 +35,7 @@ class TimedRequest:
     runs: tuple[TextRun, ...] = ()  # of texts that the prompt begins with; the rest of it is its own (prompt_texts.py)
     answer: int | str | None = None  # text of the answer, where later prompts may repeat it
     follow_up: "TimedRequest | None" = None  # the next turn; its arrival counts from the end of this one
-    tenant: str = ""  # the client that it counts for where several share (router/fair_shares.py)
+    tenant: str = ""  # the client that it counts for where several share (alignedserve/core/fair_shares.py)
     weight: float = 1.0  # of that client's share
     num_encoder_tokens: int = 0  # what an encoder's passes over its pictures cost, in prompt tokens
 

@@ -11,15 +11,8 @@ from pathlib import Path
 
 COUNTERS = (
     *("steps", "plain_steps", "held_requests", "preemptions", "chats", "documents", "chat_tokens", "document_tokens"),
-    *(
-        "missed_ttft",
-        "missed_tpot",
-        "missed_deadline",
-        "bad_terms",
-        "step_seconds",
-        "predicted_seconds",
-        "plan_seconds",
-    ),
+    *("missed_ttft", "missed_tpot", "missed_deadline", "bad_terms"),
+    *("step_seconds", "predicted_seconds", "plan_seconds"),
 )  # docs/vllm.md says what each is
 _PLACES = {name: 8 * place for place, name in enumerate(COUNTERS)}
 _SIZE = 8 * len(COUNTERS)
@@ -47,8 +40,7 @@ class Counters:
         struct.pack_into("d", self._values, place, struct.unpack_from("d", self._values, place)[0] + amount)
 
     def value(self, name: str) -> float:
-        value: float = struct.unpack_from("d", self._values, _PLACES[name])[0]
-        return value
+        return float(struct.unpack_from("d", self._values, _PLACES[name])[0])
 
     def close(self) -> None:
         if self._path is not None:
@@ -61,6 +53,5 @@ def read_counters(path: Path) -> dict[str, float]:
         content = path.read_bytes()
     except OSError:
         return {}
-    return (
-        dict(zip(COUNTERS, struct.unpack(f"{len(COUNTERS)}d", content), strict=True)) if len(content) == _SIZE else {}
-    )
+    is_whole = len(content) == _SIZE
+    return dict(zip(COUNTERS, struct.unpack(f"{len(COUNTERS)}d", content), strict=True)) if is_whole else {}

@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from plugins.vllm import names
 from plugins.vllm.counters import path_of, read_counters
-from plugins.vllm.terms import NAMES, NO_SLO, BadTerms, read_terms
+from plugins.vllm.terms import NO_SLO, BadTerms, read_terms
 
 CLASS_NAME = "AlignedScheduler"
 _Base: Any = names.load_logger_base()
@@ -24,8 +24,6 @@ def refuse_bad_terms() -> None:
 
 
 def _problem_of(xargs: dict[str, Any]) -> tuple[str, str] | None:
-    if not any(name in xargs for name in NAMES):
-        return None
     try:
         read_terms(xargs, 0, NO_SLO)
     except BadTerms as error:

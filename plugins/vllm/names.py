@@ -23,7 +23,6 @@ SCHEDULER = (
     *("schedule", "update_from_output", "_preempt_request", "_request_blocks_can_be_freed"),
 )
 
-
 REQUEST = (
     *("request_id", "priority", "arrival_time", "sampling_params", "max_tokens", "status", "resumable", "num_tokens"),
     *("num_prompt_tokens", "num_output_tokens", "num_computed_tokens", "num_output_placeholders", "spec_token_ids"),

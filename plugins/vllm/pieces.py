@@ -24,46 +24,38 @@ def arrange(pieces: list[Piece], running: list[Any], first: list[Any], max_loras
 
     `running`: vLLM's list. `first`: of those, the ones that compute in any case.
     """
-    pieces = _with_adapters(pieces, max_loras, first)
-    here = [piece for piece in pieces if piece.is_running]
-    waiting = [piece for piece in pieces if not piece.is_running]
+    pieces = pieces if max_loras is None else _with_adapters(pieces, max_loras, first)
     most_tokens = 0
-    parts = [piece for piece in pieces if piece.is_part]
-    if parts:
-        last = _last_of(waiting if waiting else here)
-        others = [piece for piece in parts if piece is not last]
-        longest = max((piece.num_tokens for piece in pieces if piece not in others), default=0)
-        shortest = min((piece.num_tokens for piece in others), default=0)
-        if others and shortest >= longest:
-            most_tokens = max(shortest, 1)
-        elif others:
-            here = [piece for piece in here if piece not in others]
-            waiting = [piece for piece in waiting if piece not in others]
-        here, waiting = _at_end(here, last), _at_end(waiting, last)
-    chosen = [*first, *(piece.request for piece in here)]
-    ids = {request.request_id for request in chosen}
-    held = [request for request in running if request.request_id not in ids] if len(ids) < len(running) else []
-    num_tokens = sum(piece.num_tokens for piece in here) + sum(piece.num_tokens for piece in waiting)
+    if any(piece.is_part for piece in pieces):
+        pieces, most_tokens = _with_parts(pieces)
+    chosen = [*first, *[piece.request for piece in pieces if piece.is_running]]
+    waiting = [piece.request for piece in pieces if not piece.is_running]
+    held = []
+    if len(chosen) < len(running):
+        ids = {request.request_id for request in chosen}
+        held = [request for request in running if request.request_id not in ids]
+    num_tokens = sum([piece.num_tokens for piece in pieces])
     if not waiting and max_loras is None and not most_tokens:
         # They compute nothing, as no token is left, but are the first to lose their memory if a chat lacks some.
         return Layout([*chosen, *held], [], [], num_tokens)
-    return Layout(chosen, [piece.request for piece in waiting], held, num_tokens, most_tokens)
+    return Layout(chosen, waiting, held, num_tokens, most_tokens)
 
 
-def _last_of(pieces: list[Piece]) -> Piece | None:
-    return next((piece for piece in reversed(pieces) if piece.is_part), None)
+def _with_parts(pieces: list[Piece]) -> tuple[list[Piece], int]:
+    """Return the pieces with the part that goes last at the end, and the bound on the tokens of each; 0: none."""
+    has_waiting = not all(piece.is_running for piece in pieces)
+    last = next((piece for piece in reversed(pieces) if piece.is_part and piece.is_running != has_waiting), None)
+    others = [piece for piece in pieces if piece.is_part and piece is not last]
+    whole = [piece for piece in pieces if not piece.is_part]
+    longest = max((piece.num_tokens for piece in pieces if not piece.is_part or piece is last), default=0)
+    shortest = min((piece.num_tokens for piece in others), default=0)
+    is_bound = bool(others) and shortest >= longest
+    before = pieces if is_bound else whole
+    return [*(piece for piece in before if piece is not last), *([last] if last else [])], shortest if is_bound else 0
 
 
-def _at_end(pieces: list[Piece], last: Piece | None) -> list[Piece]:
-    if last is None or last not in pieces:
-        return pieces
-    return [*(piece for piece in pieces if piece is not last), last]
-
-
-def _with_adapters(pieces: list[Piece], max_loras: int | None, first: list[Any]) -> list[Piece]:
+def _with_adapters(pieces: list[Piece], max_loras: int, first: list[Any]) -> list[Piece]:
     """Drop pieces whose adapter would be one more than a step may have: vLLM counts those of newcomers alone."""
-    if max_loras is None:
-        return pieces
     loaded = {adapter for request in first if (adapter := adapter_of(request))}
     fitting = []
     for piece in sorted(pieces, key=lambda piece: not piece.is_running):

@@ -13,13 +13,14 @@ plan is made for the moment at which the device is free.
 import heapq
 import math
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from alignedserve.core.fair_shares import FairShares, cost_of
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import Request, SamplingParams, Slo
 from alignedserve.costmodel.online import OnlineIterationModel
@@ -33,20 +34,20 @@ from alignedserve.scheduling.policy import (
     IterationPolicy,
     WorkerView,
 )
-from alignedserve.scheduling.table import Ints, RequestTable
+from alignedserve.scheduling.table import Ints, RequestTable, rows_where
 from alignedserve.scheduling.table_operations import note_completed, note_decodes
 from plugins.vllm import names
 from plugins.vllm.counters import Counters
 from plugins.vllm.names import Layout
 from plugins.vllm.pieces import Piece, arrange
-from plugins.vllm.shares import TenantShares
 from plugins.vllm.terms import DEFAULT_SLO, BadTerms, RequestTerms, read_terms
 
 MAX_DOCUMENTS = 512  # with a row; others wait outside, by fair shares, so that a plan stays short
 _LEAST_STEP_S = 1e-5
-# Longer steps are planned one by one: a new chat waits for one step then, not for two.
-_LATE_PLAN_S = 0.05
+_LATE_PLAN_S = 0.05  # longer steps are planned one by one: a new chat waits for one of them, not for two
 _MOST_ALIKE = 15  # steps by one plan, while all decode, nobody comes and nobody leaves
+_AHEAD_TOKENS = 2048.0  # by which a tenant's work may be ahead of what is served
+_NO_ROWS: tuple[dict[RequestId, int], Ints, Ints] = ({}, *np.zeros((2, 0), np.int64))
 _CHATS_S = 30.0  # after the last chat, steps are planned early again
 
 
@@ -57,7 +58,8 @@ class Tracked:
     request: Any
     terms: RequestTerms
     arrival_s: float  # on the clock of `now`
-    tag: float  # of its tenant's share; the order of documents
+    tag: float  # where its tenant's work stood when it came (start tags, Goyal et al., SIGCOMM '96); orders documents
+    cost: float  # to be charged when it begins; 0: has begun
     first_token_s: float | None = None
 
 
@@ -83,7 +85,8 @@ class Planner:
     counters: Counters = field(default_factory=Counters)
     table: RequestTable = field(default_factory=RequestTable)
     history: IterationHistory = field(default_factory=IterationHistory)
-    shares: TenantShares = field(default_factory=TenantShares)
+    shares: FairShares = field(default_factory=FairShares)
+    _waiting_cost: Counter[str] = field(default_factory=Counter)  # by tenant, of requests that have not begun
     _tracked: dict[RequestId, Tracked] = field(default_factory=dict)
     _unready: dict[RequestId, None] = field(default_factory=dict)  # no row: vLLM decides about them
     _backlog: list[tuple[float, RequestId]] = field(default_factory=list)  # documents without a row, a heap by tag
@@ -93,21 +96,17 @@ class Planner:
     _num_stuck: int = 0  # steps in a row that computed nothing though there was a plan
     _plan: IterationPlan | None = None
     _chats_until_s: float = -math.inf
-    _rows_of: tuple[dict[RequestId, int], Ints] = field(default_factory=lambda: ({}, np.zeros(0, np.int64)))
+    _rows_of: tuple[dict[RequestId, int], Ints, Ints] = field(default_factory=lambda: _NO_ROWS)  # of the last step
     _num_alike: int = 0  # steps that may follow without a plan, as all that is here computes a token
-
-    # --- before a step
 
     def lay_out(self, now: float) -> Layout | None:
         """Return how the queues lie for the next step; None: as vLLM has them. May preempt requests by vLLM's means."""
         began_s = time.perf_counter()
         self._sync(now)
+        self._plan, pieces = None, list[Piece]()
         if self._num_stuck > 1 or not names.can_plan(self.scheduler):
-            self._plan = None
             self.counters.add("plain_steps")
             return None
-        pieces: list[Piece] = []
-        self._plan = None
         if self._is_early(now):
             return Layout(self.scheduler.running, [], [], 0)
         is_alike = not self._unready and not self.scheduler.waiting and len(self.table) == len(self.scheduler.running)
@@ -127,8 +126,7 @@ class Planner:
 
     def _view(self, now: float) -> WorkerView:
         scheduler = self.scheduler
-        num_all, num_free = names.num_blocks(scheduler)
-        memory = DeviceMemory(num_all, num_free, scheduler.block_size)
+        memory = DeviceMemory(*names.num_blocks(scheduler), scheduler.block_size)
         limits = IterationLimits(scheduler.max_num_running_reqs, scheduler.max_num_scheduled_tokens)
         return WorkerView(self.table, memory, limits, self.history, self.costs, self._free_at(now))
 
@@ -161,16 +159,13 @@ class Planner:
         first = [request for request in unready if names.is_running(request)]
         blocked = [request for request in unready if not names.is_running(request)]
         holding = self.scheduler.kv_holding_waiting
-        if holding:
-            behind = {request.request_id for request in holding}
-            blocked = [request for request in blocked if request.request_id not in behind]
+        behind = {request.request_id for request in holding}
+        blocked = [request for request in blocked if request.request_id not in behind]
         # vLLM looks at a waiting request only while tokens are left.
         num_own = sum(names.num_pending(request) for request in first) + len(blocked)
         num_own += sum(max(names.num_pending(request), 1) for request in holding)
         layout = arrange(pieces, self.scheduler.running, first, names.max_loras(self.scheduler))
         return layout._replace(newcomers=[*blocked, *layout.newcomers], num_tokens=layout.num_tokens + num_own)
-
-    # --- after it
 
     def scheduled(self, output: Any, now: float) -> None:
         """Note what vLLM took into the step."""
@@ -182,26 +177,27 @@ class Planner:
         self._num_stuck = 0
         if output.num_scheduled_tokens != self._rows_of[0]:
             computed = {name: num for name, num in output.num_scheduled_tokens.items() if name in table}
-            self._rows_of = computed, np.array([table.row(name) for name in computed], np.int64)
-        ids = list(self._rows_of[0])
-        rows, num_tokens = self._rows_of[1], np.fromiter(self._rows_of[0].values(), np.int64, len(ids))
-        for at in np.flatnonzero(table.num_blocks[rows] == 0).tolist():  # newcomers, perhaps with a cached beginning
+            numbers = [table.row(name) for name in computed], list(computed.values())
+            self._rows_of = computed, *np.array(numbers, np.int64)
+        ids, rows, num_tokens = list(self._rows_of[0]), *self._rows_of[1:]
+        for at in rows_where(table.num_blocks[rows] == 0).tolist():  # newcomers, perhaps with a cached beginning
             known = self._tracked[ids[at]]
             table.num_cached[rows[at]] = max(known.request.num_computed_tokens - int(num_tokens[at]), 0)
-            self.shares.served(known.tag)
-        num_tokens = np.minimum(num_tokens, table.num_remaining[rows])
-        work = self._work_of(rows, num_tokens)
+            self._begin(known)
+        remaining = table.num_remaining[rows]
+        num_tokens = np.minimum(num_tokens, remaining)
+        work = self._work_of(rows, num_tokens, remaining)
         predicted_s = self.costs.iteration_s(work)
         ends_s = self._free_at(now) + predicted_s
-        is_first = (table.num_generated[rows] == 0) & (table.num_remaining[rows] == num_tokens)
-        first_ids = [ids[at] for at in np.flatnonzero(is_first).tolist()]
+        is_first = (table.num_generated[rows] == 0) & (remaining == num_tokens)
+        first_ids = [ids[at] for at in rows_where(is_first).tolist()]
         self._steps.append(StepInFlight(output, work, now, predicted_s, first_ids))
         note_completed(table, rows, num_tokens, now=ends_s, duration_s=predicted_s)
         size = self.scheduler.block_size
         table.num_blocks[rows] = (table.num_cached[rows] + (size - 1)) // size
         # The last token of these is in flight: they need no further step.
         is_last = table.num_generated[rows] >= table.max_tokens[rows]
-        for request_id in [ids[at] for at in np.flatnonzero(is_last).tolist()]:
+        for request_id in [ids[at] for at in rows_where(is_last).tolist()]:
             self._drop_row(request_id)
             self._unready[request_id] = None
         self.counters.add("steps")
@@ -209,12 +205,11 @@ class Planner:
             are_all = len(ids) == work.num_decodes == len(table) == len(self.scheduler.running)
             self._num_alike = _MOST_ALIKE if are_all and not self.scheduler.num_spec_tokens else 0
 
-    def _work_of(self, rows: Ints, num_tokens: Ints) -> IterationWork:
+    def _work_of(self, rows: Ints, num_tokens: Ints, remaining: Ints) -> IterationWork:
         table, work = self.table, IterationWork()
-        remaining = table.num_remaining[rows]
         is_decode = (remaining == 1) & (table.num_generated[rows] > 0)
         note_decodes(work, table, rows[is_decode])
-        for at in np.flatnonzero(~is_decode).tolist():
+        for at in rows_where(~is_decode).tolist():
             num, is_last = int(num_tokens[at]), bool(num_tokens[at] == remaining[at])
             work.add_chunk(num, int(table.num_cached[rows[at]]), is_last=is_last)
         return work
@@ -285,7 +280,7 @@ class Planner:
             _, request_id = heapq.heappop(self._backlog)
             if request_id in tracked and request_id not in self.table and request_id not in self._unready:
                 self._insert(tracked[request_id], now)
-        if self.shares.has_several:
+        if self.shares.num_waiting > 1:
             self._share_out()
 
     def _track(self, request: Any, now: float) -> None:
@@ -295,9 +290,11 @@ class Planner:
             self.counters.add("bad_terms")
             terms = RequestTerms(slo=self.default_slo)
         waited_s = min(max(time.time() - request.arrival_time, 0.0), 3600.0)
-        cost = request.num_prompt_tokens + min(request.max_tokens, request.num_prompt_tokens)
-        tag = self.shares.arrived(terms.tenant, cost)
-        self._tracked[request.request_id] = Tracked(request, terms, now - waited_s, tag)
+        cost = cost_of(max(request.num_prompt_tokens, 1), min(request.max_tokens, request.num_prompt_tokens))
+        self.shares.wait(terms.tenant, 1.0, now)
+        tag = self.shares.counter(terms.tenant)[0] + self._waiting_cost[terms.tenant]
+        self._waiting_cost[terms.tenant] += cost
+        self._tracked[request.request_id] = Tracked(request, terms, now - waited_s, tag, cost)
         self._unready[request.request_id] = None
 
     def _add_row(self, request_id: RequestId, now: float) -> None:
@@ -314,12 +311,8 @@ class Planner:
         prompt, sampling = (0,) * max(request.num_prompt_tokens, 1), SamplingParams(max_tokens=max(most, 1))
         facts = (known.arrival_s, terms.request_class, terms.slo, terms.priority)
         begun_s = 0.0 if known.first_token_s is None else now - known.first_token_s
-        row = table.add(
-            Request(request.request_id, prompt, sampling, "", *facts),
-            now,
-            num_generated=names.num_generated(request),
-            begun_s=begun_s,
-        )
+        made = Request(request.request_id, prompt, sampling, "", *facts)
+        row = table.add(made, now, num_generated=names.num_generated(request), begun_s=begun_s)
         if names.is_running(request):
             table.num_cached[row] = min(request.num_computed_tokens, int(table.context_len[row]) - 1)
             table.num_blocks[row] = -(-request.num_computed_tokens // self.scheduler.block_size)
@@ -332,13 +325,25 @@ class Planner:
         if request_id in self.table:
             self._num_documents -= not self._tracked[request_id].terms.is_chat
             self.table.remove(request_id)
-            self._rows_of, self._num_alike = ({}, self._rows_of[1]), 0
+            self._rows_of, self._num_alike = _NO_ROWS, 0
 
     def _forget(self, request_id: RequestId) -> None:
         self._drop_row(request_id)
         self._unready.pop(request_id, None)
-        known = self._tracked.pop(request_id)
-        self.shares.left(known.terms.tenant)
+        self._stop_waiting(self._tracked.pop(request_id))
+
+    def _begin(self, known: Tracked) -> None:
+        cost = known.cost
+        self._stop_waiting(known)
+        self.shares.charge(known.terms.tenant, cost)
+
+    def _stop_waiting(self, known: Tracked) -> None:
+        tenant = known.terms.tenant
+        if known.cost and not self.shares.stop_waiting(tenant):
+            del self._waiting_cost[tenant]
+        elif known.cost:
+            self._waiting_cost[tenant] -= known.cost
+        known.cost = 0.0
 
     def _forget_rows(self, request_ids: Any) -> None:
         """Let preempted requests come back with what vLLM has left of them."""
@@ -350,8 +355,10 @@ class Planner:
 
     def _share_out(self) -> None:
         """Let chats of tenants that are beyond their share give way first."""
-        table, num_generated = self.table, self.table.num_generated.tolist()
+        table, num_generated, first = self.table, self.table.num_generated.tolist(), self.shares.first
+        assert first is not None, "nobody waits"
+        ahead = self.shares.counter(first)[0] + _AHEAD_TOKENS
         for row, request_id in enumerate(table.request_ids):
             known = self._tracked[request_id]
             if known.terms.is_chat and not num_generated[row]:
-                table.priority[row] = known.terms.priority + self.shares.is_ahead(known.tag)
+                table.priority[row] = known.terms.priority + (known.tag > ahead)

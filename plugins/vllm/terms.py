@@ -16,12 +16,11 @@ from alignedserve.core.request import MAX_PRIORITY, MAX_TENANT_LEN, RequestClass
 CLASSES = {"chat": RequestClass.REAL_TIME, "document": RequestClass.BEST_EFFORT}
 _HOUR_MS, _WEEK_MS = 3_600_000.0, 7 * 86_400_000.0
 _MOST_MS = {"slo_ttft_ms": _HOUR_MS, "slo_tpot_ms": _HOUR_MS, "deadline_ms": _WEEK_MS}  # as our gateway's headers
-NAMES = (*_MOST_MS, "service_class", "tenant")
 NO_SLO, DEFAULT_SLO = Slo(), Slo(ttft_s=1.0, tpot_s=0.2)
 
 
 class BadTerms(ValueError):
-    """A request says something about its class or objectives that has no meaning."""
+    """A request says something about its class or objectives that has no meaning. The text holds no word of it."""
 
     def __init__(self, name: str, problem: str) -> None:
         super().__init__(f"vllm_xargs.{name} {problem}.")
@@ -51,13 +50,13 @@ def read_terms(xargs: Mapping[str, Any], priority: int, default: Slo) -> Request
     if kind is None:
         kind = "document" if priority > 0 and not is_paced else "chat"
     if not isinstance(kind, str) or kind not in CLASSES:
-        raise BadTerms("service_class", f"is {_shown(kind)}; it is one of {', '.join(CLASSES)}")
+        raise BadTerms("service_class", f"must be one of {', '.join(CLASSES)}")
     if kind == "document" and is_paced:
         name = "slo_ttft_ms" if slo.ttft_s is not None else "slo_tpot_ms"
         raise BadTerms(name, "is an objective of chats; a document has deadline_ms alone")
     tenant = xargs.get("tenant", "")
     if not isinstance(tenant, str) or len(tenant) > MAX_TENANT_LEN:
-        raise BadTerms("tenant", f"is {_shown(tenant)}; it is a name of at most {MAX_TENANT_LEN} letters")
+        raise BadTerms("tenant", f"must be a name of at most {MAX_TENANT_LEN} letters")
     bounded = max(-MAX_PRIORITY, min(priority, MAX_PRIORITY))
     return RequestTerms(CLASSES[kind], slo.completed_by(default) if kind == "chat" else slo, bounded, tenant)
 
@@ -68,11 +67,5 @@ def _seconds(xargs: Mapping[str, Any], name: str) -> float | None:
         return None
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not 0.0 < value <= _MOST_MS[name] or math.isnan(value):
-        most = _MOST_MS[name]
-        raise BadTerms(name, f"is {_shown(value)}; it is a number of milliseconds above 0 and at most {most:.0f}")
+        raise BadTerms(name, f"must be a number of milliseconds above 0 and at most {_MOST_MS[name]:.0f}")
     return float(value) / 1000.0
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 40 else f"{text[:40]}..."

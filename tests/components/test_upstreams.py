@@ -153,6 +153,27 @@ async def test_additions_that_are_refused_are_left_out() -> None:
     assert ["priority" in body for body in server.bodies] == [True, False, False]
 
 
+async def test_a_clients_own_mistake_takes_no_additions_away_from_others() -> None:
+    async with door(server := Scripted(owner="vllm")) as (client, _):
+        server.fault = "400"
+        await client.post("/v1/chat/completions", json=CHAT | {"service_tier": "flex"})
+        server.fault = ""
+        await client.post("/v1/chat/completions", json=CHAT | {"service_tier": "flex"})
+    assert [body.get("priority") for body in server.bodies] == [10, None, 10]
+
+
+async def test_our_scheduler_inside_gets_class_objectives_and_tenant() -> None:
+    async with door(server := Scripted(owner="vllm")) as (client, made):
+        for manners in made.door.proxy.manners.values():
+            manners.takes_terms = True
+        await streamed(client, vllm_xargs={"mine": 1})
+        await client.post("/v1/chat/completions", json=CHAT | {"service_tier": "flex"})
+    chat, document = (body["vllm_xargs"] for body in server.bodies)
+    assert (chat["service_class"], chat["mine"], chat["slo_ttft_ms"] > 0, chat["slo_tpot_ms"] > 0) == ("chat", 1, 1, 1)
+    assert document["service_class"] == "document"
+    assert "slo_ttft_ms" not in document
+
+
 async def test_documents_have_vllms_priority_and_chat_its_own() -> None:
     async with door(server := Scripted(owner="vllm")) as (client, _):
         for tier in ("flex", "default"):

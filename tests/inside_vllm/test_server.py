@@ -80,15 +80,17 @@ def test_serves_chats_and_documents_and_counts_them(server: str) -> None:
 @pytest.mark.parametrize(
     ("xargs", "text"),
     [
-        ({"slo_ttft_ms": "fast"}, "vllm_xargs.slo_ttft_ms is 'fast'; it is a number of milliseconds above 0"),
-        ({"slo_tpot_ms": -1}, "vllm_xargs.slo_tpot_ms is -1"),
+        ({"slo_ttft_ms": "fast"}, "vllm_xargs.slo_ttft_ms must be a number of milliseconds above 0"),
+        ({"slo_tpot_ms": -1}, "vllm_xargs.slo_tpot_ms must be"),
         ({"slo_ttft_ms": 1e30}, "at most 3600000"),
-        ({"service_class": "gold"}, "it is one of chat, document"),
-        ({"service_class": "document", "slo_ttft_ms": 5}, "a document has deadline_ms alone"),
+        ({"service_class": "gold"}, "must be one of chat, document"),
+        ({"service_class": "document", "slo_ttft_ms": 77}, "a document has deadline_ms alone"),
         ({"tenant": "t" * 300}, "at most 256 letters"),
     ],
 )
 def test_refuses_terms_without_meaning(server: str, xargs: dict[str, Any], text: str) -> None:
     status, answer = complete(server, vllm_xargs=xargs)
     assert status == 400
-    assert text in answer["error"]["message"]
+    message = answer["error"]["message"]
+    assert text in message
+    assert not any(str(value) in message for value in xargs.values() if value != "document")

@@ -5,12 +5,12 @@ from itertools import accumulate
 from typing import Any
 
 from alignedserve.core.class_floor import TurnClass
+from alignedserve.core.fair_shares import MAX_IDLE_TENANTS, SHARED_S, FairShares
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import RequestClass
 from kvpool.policies import make_batch_former
 from kvpool.policies.batch_former import BatchLimits
 from kvpool.state import PooledRequest
-from router.fair_shares import MAX_IDLE_TENANTS, SHARED_S, FairShares
 from router.policies import LeastSlackOrder
 from router.prefill_queue import DEADLINE_LEAD, PrefillQueue
 from tests.support.marks import each

@@ -193,3 +193,29 @@ def test_queues_are_put_back_with_who_entered_and_who_was_preempted() -> None:
         64,
     )
     assert scheduler.scheduler_config.long_prefill_token_threshold == 0
+
+
+def test_a_tenant_that_asks_for_more_waits_longer() -> None:
+    tenant = {"service_class": "document", "tenant": "a"}
+    flood = [document(f"a{number}", 1000, xargs=tenant) for number in range(5)]
+    planner = planner_of(*flood)
+    laid(planner)
+    for request in flood[:2]:
+        planner._begin(planner._tracked[RequestId(request.request_id)])
+    other = document("b", 1000, xargs={**tenant, "tenant": "b"})
+    planner.scheduler.requests["b"] = other
+    planner._sync(NOW)
+    tags = {name: known.tag for name, known in planner._tracked.items()}
+    assert tags[RequestId("a1")] < tags[RequestId("b")] <= tags[RequestId("a2")] < tags[RequestId("a3")]
+    planner.scheduler.requests.clear()
+    planner._sync(NOW)
+    assert not planner._waiting_cost
+    assert not planner.shares.num_waiting
+
+
+def test_chats_of_a_tenant_far_ahead_give_way() -> None:
+    chats = [chat(f"a{number}", 2000, xargs={"tenant": "a"}) for number in range(4)]
+    planner = planner_of(*chats, chat("b", 50, xargs={"tenant": "b"}))
+    laid(planner)
+    priorities = dict(zip(planner.table.request_ids, planner.table.priority.tolist(), strict=False))
+    assert priorities == {"a0": 0, "a1": 1, "a2": 1, "a3": 1, "b": 0}

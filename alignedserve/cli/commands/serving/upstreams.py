@@ -1,10 +1,11 @@
-"""`alignedserve serve --upstream`: stand before OpenAI-compatible servers, in this process alone."""
+"""`alignedserve serve --upstream` or `--engine vllm`: stand before OpenAI-compatible servers, in this process alone."""
 
 import asyncio
 import gc
 import logging
 import signal
 import sys
+from dataclasses import replace
 
 import uvloop
 from rich.markup import escape
@@ -22,36 +23,57 @@ from alignedserve.core.errors import ConfigError
 from alignedserve.gateway.connections.limits import raise_file_limit
 from alignedserve.process.heap import settle_heap
 from alignedserve.process.logs import formatter
+from alignedserve.upstream.children import VllmChildren
 from alignedserve.upstream.logic import Upstream
 from alignedserve.upstream.service import UpstreamServer
 
 
 def serve(options: ServeOptions) -> None:
     """Serve until Ctrl-C or SIGTERM. Raises an error of the tree when it cannot start."""
-    if options.models or options.nodes is not None or options.lora_modules or options.policy or options.quantization:
-        raise ConfigError("--upstream serves the models of other servers: leave models, adapters and policies out")
-    config = load_models(options.config, options.all_overrides, ()).configs[0]
+    if options.upstream and (options.models or options.engine):
+        raise ConfigError("--upstream serves the models of other servers: leave models and --engine out")
+    if options.nodes is not None or options.lora_modules or options.policy or options.quantization:
+        raise ConfigError("the servers hold adapters and quantized models themselves (--engine-args): leave these out")
+    overrides = replace(options, models=()).all_overrides
+    config = load_models(options.config, overrides, ()).configs[0]
     check_keys(config.gateway)
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(formatter(log_format(), "door"))
     logging.basicConfig(handlers=[handler], level=logging.INFO, force=True)
     favour_the_loop()
     raise_file_limit()
+    children = None
+    if options.engine:
+        named = options.engine, options.models, options.engine_count, options.engine_args
+        children = VllmChildren(*named, default=config.gateway.named_slo)
     server = UpstreamServer(
-        options.upstream,
+        children.urls if children else options.upstream,
         config,
         api_keys=api_keys(),
-        upstream_key=client_api_key(UPSTREAM_KEY_VARIABLE),
+        upstream_key=children.key if children else client_api_key(UPSTREAM_KEY_VARIABLE),
         observing=Observing(config.explain, config.tracing, trace_headers()),
     )
     gc.disable()
-    uvloop.run(_run(server))
+    uvloop.run(_run(server, children))
 
 
-async def _run(server: UpstreamServer) -> None:
+async def _run(server: UpstreamServer, children: VllmChildren | None) -> None:
+    try:
+        await _serve(server, children)
+    finally:
+        if children is not None:
+            await children.stop()
+
+
+async def _serve(server: UpstreamServer, children: VllmChildren | None) -> None:
     ending, loop = asyncio.Event(), asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, ending.set)
+    if children is not None:
+        notes().print("Starting vLLM …")
+        await _started(children, ending)
+        for manners in server.door.proxy.manners.values():
+            manners.takes_terms = True
     with notes().status("Looking at the upstreams …"):
         await server.start()
     settle_heap()
@@ -69,6 +91,17 @@ async def _run(server: UpstreamServer) -> None:
     finally:
         notes().print("Stopping …")
         await server.stop()
+
+
+async def _started(children: VllmChildren, ending: asyncio.Event) -> None:
+    """Return when they answer. Raises ConfigError: an engine, or somebody by a signal, ends that."""
+    starting, ended = asyncio.create_task(children.start()), asyncio.create_task(ending.wait())
+    await asyncio.wait({starting, ended}, return_when=asyncio.FIRST_COMPLETED)
+    if not starting.done():
+        starting.cancel()
+        raise ConfigError("vLLM was stopped while it started")
+    ended.cancel()
+    starting.result()
 
 
 def _welcome(server: UpstreamServer) -> Panel:
