@@ -9,6 +9,6 @@ import pytest
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("alignedserve.cli.batch.client._FIRST_PAUSE_S", 0.01)
     monkeypatch.setattr("alignedserve.cli.batch.client._LONGEST_PAUSE_S", 0.02)
-    for module in ("batch.session", "batch.results"):
-        monkeypatch.setattr(f"alignedserve.cli.{module}.POLL_S", 0.05)
+    for module in ("client", "commands"):
+        monkeypatch.setattr(f"alignedserve.cli.batch.{module}.POLL_S", 0.05)
     monkeypatch.setattr(sys, "argv", sys.argv)
