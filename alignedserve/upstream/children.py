@@ -96,7 +96,7 @@ class VllmChildren:
 
     async def _spawn(self, url: str) -> None:
         devices = _devices(self.urls.index(url), len(self.urls))
-        # A session of its own: a Ctrl-C here begins with a drain. It ends with this process even if that is killed.
+        # A session of its own: a Ctrl-C here begins with a drain. A kill of this process ends the child.
         holder = [setpriv, "--pdeathsig", "TERM"] if (setpriv := shutil.which("setpriv")) else []
         self._running[url] = await asyncio.create_subprocess_exec(
             *holder,
@@ -122,7 +122,7 @@ class VllmChildren:
         while True:
             began_s = clock()
             status = await self._running[url].wait()
-            with suppress(ProcessLookupError):  # what it has left, such as an engine that holds a device's memory
+            with suppress(ProcessLookupError):  # leftovers, such as an engine that holds a device's memory
                 os.killpg(self._running[url].pid, signal.SIGKILL)
             pause_s = _PAUSE_S if clock() - began_s > _STEADY_S else min(2 * pause_s, _LONGEST_PAUSE_S)
             logger.warning("the engine at %s ended with status %s; it starts again in %.0f s", url, status, pause_s)

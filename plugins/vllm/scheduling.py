@@ -13,7 +13,7 @@ plan is made for the moment at which the device is free.
 import heapq
 import math
 import time
-from collections import Counter, deque
+from collections import defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -86,7 +86,9 @@ class Planner:
     table: RequestTable = field(default_factory=RequestTable)
     history: IterationHistory = field(default_factory=IterationHistory)
     shares: FairShares = field(default_factory=FairShares)
-    _waiting_cost: Counter[str] = field(default_factory=Counter)  # by tenant, of requests that have not begun
+    _waiting_cost: defaultdict[str, float] = field(
+        default_factory=lambda: defaultdict(float)
+    )  # by tenant, of requests that have not begun
     _tracked: dict[RequestId, Tracked] = field(default_factory=dict)
     _unready: dict[RequestId, None] = field(default_factory=dict)  # no row: vLLM decides about them
     _backlog: list[tuple[float, RequestId]] = field(default_factory=list)  # documents without a row, a heap by tag

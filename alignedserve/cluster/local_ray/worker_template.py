@@ -110,7 +110,7 @@ class WorkerTemplate:
         """Kill the template; what it has forked lives on. May be repeated."""
         if self.pid:
             self._control.close()
-            # Who looked after all children may have waited for this one, too.
+            # A look after all children may have waited for the template, too.
             with contextlib.suppress(ProcessLookupError, ChildProcessError):
                 os.kill(self.pid, signal.SIGKILL)
                 os.waitpid(self.pid, 0)

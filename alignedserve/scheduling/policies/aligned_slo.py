@@ -51,9 +51,7 @@ class AlignedSloConfig:
 
     slack_share: Share = 0.9  # of the slack of chats: the rest is for errors of the cost model
     response_share: Share = 0.2  # of the tightest first-token objective: the longest iteration with documents
-    memory_s: Annotated[float, Meta(ge=0)] = (
-        30.0  # so long after its last request that objective counts, beside looser ones
-    )
+    memory_s: Annotated[float, Meta(ge=0)] = 30.0  # a tight TTFT counts beside looser ones, after its last request
     longest_gap_s: Annotated[float, Meta(ge=0)] = 1.0  # of a chat that has begun, by a prompt beside it
     growth_tokens: Annotated[int, Meta(ge=0)] = 16  # newcomers leave blocks for so many more tokens of each chat
     best_effort_floor: float = 0.05  # share of the tokens that each guarantee has in any case
