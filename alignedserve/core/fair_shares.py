@@ -24,8 +24,7 @@ ANSWER_COST = 2.0
 # Tenants whose counters are kept though they have and want nothing. Beyond, those least ahead are forgotten: they had
 # little more than the others, and come back with as much as these.
 MAX_IDLE_TENANTS = 4096
-# Seconds for which a thing counts as shared after the last but one tenant has asked for it: another of its requests is
-# to find as little before it as the last one did.
+# Seconds for which a thing counts as shared after the last but one tenant has asked for it.
 SHARED_S = 60.0
 
 

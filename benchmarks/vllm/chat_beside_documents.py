@@ -5,7 +5,7 @@ inside, with ours inside, and by priority with our gateway before it.
     build/vllm/bin/python tests/inside_vllm/tiny_model.py build/opt-125m     # 125M OPT's shape, random weights
     python -m benchmarks.vllm.chat_beside_documents build/opt-125m --vllm build/vllm/bin/vllm
 
-The prototype's row needs --prototype with the folder of vllm_prototype.py. Each run starts a server and sends the chats
+The prototype's row needs --prototype with the folder of its module. Each run starts a server and sends the chats
 alone, then the same chats beside documents. Chat is an open loop: moments by Poisson, lengths like ShareGPT's.
 Documents: 512 to 1 024 tokens, answers of 32 to 128, not streamed, so many outstanding. Prompts are token ids, answers
 have fixed lengths. Times are the client's. Behind the gateway documents say so by their tier.

@@ -16,10 +16,10 @@ from alignedserve.costmodel.linear import LinearCoefficients
 from alignedserve.costmodel.online import OnlineIterationModel
 from benchmarks.measuring.arguments import parser_of
 from benchmarks.measuring.recording import write_result
+from benchmarks.vllm.stand_ins import StandInOutput, StandInRequest, StandInScheduler
 from plugins.vllm import names
 from plugins.vllm.scheduling import Planner
 from plugins.vllm.terms import DEFAULT_SLO
-from tests.unit.inside_vllm.stand_ins import StandInOutput, StandInRequest, StandInScheduler
 
 STEP_S, CONTEXT, ROUNDS_APART = 0.03, 200, 5
 COSTS = LinearCoefficients(base_s=0.01, prompt_token_s=0.00002, decode_s=0.00005)

@@ -86,9 +86,7 @@ class Planner:
     table: RequestTable = field(default_factory=RequestTable)
     history: IterationHistory = field(default_factory=IterationHistory)
     shares: FairShares = field(default_factory=FairShares)
-    _waiting_cost: defaultdict[str, float] = field(
-        default_factory=lambda: defaultdict(float)
-    )  # by tenant, of requests that have not begun
+    _waiting_cost: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # by tenant, of waiting ones
     _tracked: dict[RequestId, Tracked] = field(default_factory=dict)
     _unready: dict[RequestId, None] = field(default_factory=dict)  # no row: vLLM decides about them
     _backlog: list[tuple[float, RequestId]] = field(default_factory=list)  # documents without a row, a heap by tag

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 
 from alignedserve.core.request import RequestClass, Slo
+from benchmarks.vllm.stand_ins import StandInRequest, StandInScheduler
 from plugins.vllm import names
 from plugins.vllm.counters import Counters, read_counters
 from plugins.vllm.pieces import Piece, arrange
 from plugins.vllm.terms import BadTerms, read_terms
-from tests.unit.inside_vllm.stand_ins import StandInRequest, StandInScheduler
 
 DEFAULT = Slo(1.0, 0.2)
 

@@ -11,10 +11,10 @@ from alignedserve.core.ids import RequestId
 from alignedserve.core.request import Slo
 from alignedserve.costmodel.linear import LinearCoefficients
 from alignedserve.costmodel.online import OnlineIterationModel
+from benchmarks.vllm.stand_ins import FCFS, StandInOutput, StandInRequest, StandInScheduler
 from plugins.vllm import names
 from plugins.vllm.names import Layout
 from plugins.vllm.scheduling import Planner
-from tests.unit.inside_vllm.stand_ins import FCFS, StandInOutput, StandInRequest, StandInScheduler
 
 COSTS = LinearCoefficients(base_s=0.01, prompt_token_s=0.001, decode_s=0.001)
 NOW, WALL = 1000.0, 5000.0
