@@ -9,13 +9,13 @@ from alignedserve.messages.handshake import Role
 from alignedserve.messages.request_notes import Cause
 from alignedserve.messages.workers import PACKED_FROM, JoinedBatch, WorkerLoad
 from alignedserve.scheduling.policy import IterationHistory
+from alignedserve.worker_core.candidate import CacheLocation, Candidate
 from alignedserve.worker_core.request_notes import WaitingRequest
 from decode_worker.batching.batch_order import BatchOrder
 from decode_worker.batching.candidates import Candidates
 from decode_worker.batching.eviction import Evictions
 from decode_worker.batching.running_batch import span_of
 from decode_worker.batching.scheduled_batch import DecodeBatch
-from decode_worker.state import CacheLocation, Candidate
 
 _WIDEST_JOIN = 1.5  # longest over shortest of the lengths that may join
 _SPAN_STEP = 16  # tokens; the running range is reported in such steps

@@ -6,19 +6,16 @@ pool. Without a pool it waits for one. A copy that fails twice is tried again by
 for a moment, and that is not the request's fault.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from alignedserve.core.errors import FailureKind
-from alignedserve.messages.events import Send
-from alignedserve.messages.iterations import OffloadBlocks
 from alignedserve.worker_core.handoff import Contents, HandoffEnd, Lender, Outgoing, Sender
+from alignedserve.worker_core.part import Commands
 from alignedserve.worker_core.router_link import RouterLink
 from prefill_worker.state import PrefillJob
 
 _MOST_COPIES = 8  # that fail, of one request: the pool's memory is out of this worker's reach, perhaps not of another's
-
-DepartureCommand = Send | OffloadBlocks
 
 
 @dataclass(slots=True, eq=False)
@@ -31,22 +28,20 @@ class DepartingJob(Outgoing):
 class Departure:
     """Decides where jobs go, and what follows from their arrival or failure."""
 
-    def __init__(
-        self, lender: Lender, router: RouterLink, forget: Callable[[PrefillJob], Sequence[DepartureCommand]]
-    ) -> None:
+    def __init__(self, lender: Lender, router: RouterLink, forget: Callable[[PrefillJob], Commands]) -> None:
         """`lender`: of buffers to decode workers. `forget`: removes a job that has left."""
         self.pool: str | None = None  # the pool that is linked
         self._lender = lender
         self._router = router
         self._forget = forget
-        self.sender: Sender[DepartingJob, DepartureCommand] = Sender(
+        self.sender: Sender[DepartingJob] = Sender(
             reserved=lambda entry: [self.sender.copy(entry, entry.job.block_ids)],
             contents=_contents_of,
             ended=self._ended,
             aborted=lambda entry: self._forget(entry.job),
         )
 
-    def begin(self, job: PrefillJob) -> Sequence[DepartureCommand]:
+    def begin(self, job: PrefillJob) -> Commands:
         is_bypass = job.bypass_to is not None and self._lender.lends_to(job.bypass_to)
         target = job.bypass_to if is_bypass else self.pool
         if target is None:
@@ -55,7 +50,7 @@ class Departure:
         kind = {"is_copy": job.is_taken, "may_wait": not job.is_taken, "is_best_effort": not job.is_real_time}
         return [self.sender.ask(entry, len(job.block_ids), **kind)]
 
-    def _ended(self, entry: DepartingJob, how: HandoffEnd, now: float) -> Sequence[DepartureCommand]:
+    def _ended(self, entry: DepartingJob, how: HandoffEnd, now: float) -> Commands:
         job = entry.job
         job.leaving = None
         if entry.target == job.bypass_to and how is not HandoffEnd.UNKNOWN:

@@ -39,7 +39,6 @@ class PrefillJob(WorkerRequest):
     context: CachedContext | None = None  # None: it shares nothing
     num_passed: int = 0  # tokens that are computed, or that an iteration in flight computes
     first_token_s: float | None = None  # when it was sampled; None: not yet
-    successor_s: float = 0.0  # when its successor came
 
     @classmethod
     def of(cls, message: PrefillRequest, now: float) -> "PrefillJob":

@@ -1,20 +1,20 @@
 """The iteration in flight on a worker, and what follows from its end: the same for prompts and for decodes."""
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from typing import Generic, Protocol, TypeVar
 
 from alignedserve.core.errors import FailureKind
 from alignedserve.core.ids import RequestId
-from alignedserve.messages.events import Send, SendTo
+from alignedserve.messages.events import SendTo
 from alignedserve.messages.gateways import PromptScored, TokensEmitted
 from alignedserve.messages.iterations import IterationCompleted, joined
 from alignedserve.worker_core.iteration_log import IterationLog
+from alignedserve.worker_core.part import Commands, WorkerCommand
 from alignedserve.worker_core.request import WorkerRequest
 from alignedserve.worker_core.router_link import RouterLink
 
 RequestT = TypeVar("RequestT", bound=WorkerRequest)
 RequestT_co = TypeVar("RequestT_co", bound=WorkerRequest, covariant=True)
-CommandT = TypeVar("CommandT")
 
 _NO_LOGITS = (FailureKind.INTERNAL, "the model gave no usable logits")
 
@@ -23,7 +23,7 @@ class _Requests(Protocol[RequestT_co]):
     def __getitem__(self, request_id: RequestId, /) -> RequestT_co: ...
 
 
-class IterationCycle(Generic[RequestT, CommandT]):
+class IterationCycle(Generic[RequestT]):
     """Starts and ends one iteration at a time, and urgent ones within it.
 
     A phase differs in two functions: `release` drops a request that has ended, `proceed` takes one on that has sampled
@@ -35,8 +35,8 @@ class IterationCycle(Generic[RequestT, CommandT]):
         *,
         router: RouterLink,
         eos_token_ids: frozenset[int],
-        release: Callable[[RequestT], Sequence[CommandT]],
-        proceed: Callable[[RequestT], Sequence[CommandT]] | None = None,
+        release: Callable[[RequestT], Commands],
+        proceed: Callable[[RequestT], Commands] | None = None,
         iteration_log: IterationLog | None = None,
     ) -> None:
         self._router = router
@@ -79,10 +79,10 @@ class IterationCycle(Generic[RequestT, CommandT]):
             self._iteration_log.iteration_completed(now, event)
         return event.duration_s(started_s, now)
 
-    def outcome(self, event: IterationCompleted, requests: _Requests[RequestT]) -> list[CommandT | Send | SendTo]:
+    def outcome(self, event: IterationCompleted, requests: _Requests[RequestT]) -> list[WorkerCommand]:
         """Add the sampled tokens to their requests; return the messages: prompt scores first, reports to the router
         last."""
-        commands: list[CommandT | Send | SendTo] = []
+        commands: list[WorkerCommand] = []
         scored = [
             SendTo(
                 requests[scores.request_id].request.reply_to,

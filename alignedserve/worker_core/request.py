@@ -24,6 +24,7 @@ class WorkerRequest:
     num_hit_tokens: int = field(default=0, kw_only=True)  # of its context, taken from the prefix cache as it entered
     is_aborted: bool = field(default=False, kw_only=True)  # but something still reads or writes its blocks
     successor: PrefillRequest | None = field(default=None, kw_only=True)
+    successor_s: float = field(default=0.0, kw_only=True)  # when it came
     num_received: int = field(init=False)  # generated tokens that it came with
     context_len: int = field(init=False)  # prompt and generated tokens; the next iteration reads or computes all
     max_context_len: int = field(init=False)
@@ -91,9 +92,8 @@ class WorkerRequest:
         if self.attempt == message.attempt:
             self.predicted_output_len = message.predicted_output_len
             return True
-        if self.successor is not None and self.successor.attempt == message.attempt:
-            predicted_len = message.predicted_output_len
-            self.successor = msgspec.structs.replace(self.successor, predicted_output_len=predicted_len)
+        if self.successor is not None:
+            self.successor = with_prediction(self.successor, message)
         return False
 
     def preempted(self, *, is_refused: bool = False) -> RequestPreempted:
@@ -113,3 +113,10 @@ def urgent_at_s(request: Request, num_generated: int, token_s: float | None) -> 
     if token_s is not None:
         needed_s = min((request.sampling.max_tokens - num_generated) * token_s, needed_s)
     return request.arrival_s + deadline_s - needed_s
+
+
+def with_prediction(message: PrefillRequest, late: SetPredictedLength) -> PrefillRequest:
+    """Return a request that waits with a prediction that came after it, if it is of this attempt."""
+    if (message.request.request_id, message.attempt) != (late.request_id, late.attempt):
+        return message
+    return msgspec.structs.replace(message, predicted_output_len=late.predicted_output_len)

@@ -31,8 +31,8 @@ from alignedserve.messages.caches import (
 )
 from alignedserve.messages.events import Send
 from alignedserve.messages.fields import NO_BATCH
+from alignedserve.worker_core.candidate import CacheLocation, Candidate
 from alignedserve.worker_core.handoff import BufferSlot, BufferSpace, HandoffReceiver, Incoming
-from decode_worker.state import CacheLocation, Candidate
 
 HEEDED_S = 5.0  # many times what the pool's word takes to the router, and the router's to here
 

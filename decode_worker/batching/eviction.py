@@ -13,12 +13,13 @@ from alignedserve.core.ids import RequestId
 from alignedserve.messages.caches import BlockCopy
 from alignedserve.messages.iterations import BlocksOffloaded, Load, LoadBlocks, OffloadBlocks
 from alignedserve.messages.workers import RequestPreempted
+from alignedserve.worker_core.candidate import CacheLocation, Candidate
 from alignedserve.worker_core.request import urgent_at_s
 from decode_worker.batching.batch_order import BatchOrder, HeldCapacity
 from decode_worker.batching.candidates import Candidates
 from decode_worker.batching.running_batch import BatchMember, Leaving
 from decode_worker.batching.scheduled_batch import DecodeBatch
-from decode_worker.state import CacheLocation, Candidate, LoadingCandidate
+from decode_worker.state import LoadingCandidate
 
 _EVICTIONS_PER_ITERATION = 8  # of an outgoing batch, so that a switch is short and its copies keep up
 

@@ -7,10 +7,11 @@ from alignedserve.core.block_allocator import BlockAllocator, blocks_for
 from alignedserve.core.ids import BatchId, BlockId, RequestId
 from alignedserve.messages.iterations import Addition, IterationCompleted, RunIteration
 from alignedserve.messages.workers import WorkerRegistered
+from alignedserve.worker_core.candidate import Candidate
+from alignedserve.worker_core.held_requests import HeldRequest
 from alignedserve.worker_core.request import WorkerRequest
 from decode_worker.batching.slack_packing import SlackPack, SlackPacking
-from decode_worker.held_requests import HeldRequest
-from decode_worker.state import Candidate, LoadingCandidate, RunningRequest
+from decode_worker.state import LoadingCandidate, RunningRequest
 
 # A request is admitted only if every request of the batch can then generate this many tokens without an eviction.
 FORESEEN_TOKENS = 32

@@ -22,6 +22,9 @@ from alignedserve.scheduling.policy import CandidateChoice, DeviceMemory, Evicti
 from alignedserve.scheduling.scheduler import Scheduler
 from alignedserve.scheduling.table import Bools, RequestTable
 from alignedserve.scheduling.table_operations import decode_s, is_mixing_cheaper, note_decodes
+from alignedserve.worker_core.candidate import Candidate
+from alignedserve.worker_core.held_requests import HeldRequest, HeldRequests
+from alignedserve.worker_core.plan_performer import PlanPerformer
 from alignedserve.worker_core.request import WorkerRequest
 from decode_worker.batching.running_batch import (
     FORESEEN_TOKENS,
@@ -32,9 +35,7 @@ from decode_worker.batching.running_batch import (
     growth_of,
 )
 from decode_worker.batching.slack_packing import note_candidate
-from decode_worker.held_requests import HeldRequest, HeldRequests
-from decode_worker.plan_performer import PlanPerformer
-from decode_worker.state import Candidate, LoadingCandidate
+from decode_worker.state import LoadingCandidate
 
 _STARVATION_S = 60.0  # a candidate that has waited so long here enters as if nothing had an objective
 _OVERDUE_S = 30.0  # a late candidate that has waited so long here counts as on time

@@ -18,7 +18,7 @@ from alignedserve.prefix_cache import block_hashes, contexts
 from alignedserve.prefix_cache.block_hashes import HASH_BYTES, block_hash, prefix_root
 from alignedserve.scheduling.policies import all_policies
 from alignedserve.scheduling.policy import Mechanism
-from decode_worker.colocated.logic import ColocatedLogic
+from alignedserve.worker_core.logic import ColocatedLogic
 from kvpool.logic import PoolLogic
 from prefill_worker.logic import PrefillLogic
 from router.prefix_index import PrefixIndex

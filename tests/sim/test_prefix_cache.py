@@ -6,7 +6,7 @@ import msgspec
 
 from alignedserve.config.sections import PrefixCacheConfig, Topology
 from alignedserve.costmodel.hardware import LinkModel
-from decode_worker.colocated.logic import ColocatedLogic
+from alignedserve.worker_core.logic import ColocatedLogic
 from lab.sim.config import SimConfig, SimLinks, SimWorkerLoss
 from lab.sim.result import ClassResult
 from lab.sim.simulation import Simulation

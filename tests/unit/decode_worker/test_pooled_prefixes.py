@@ -32,7 +32,7 @@ from alignedserve.messages.prefixes import (
 from alignedserve.messages.wire import Message
 from alignedserve.prefix_cache.block_hashes import BlockHasher, NamedBlock
 from alignedserve.prefix_cache.cached_blocks import CachedBlocks
-from decode_worker.colocated.pooled_prefixes import PrefixOffers
+from alignedserve.worker_core.pooled_prefixes import PrefixOffers
 from tests.harnesses.colocated import ColocatedHarness, runs
 from tests.harnesses.scheduling import Step
 from tests.support.prefixes import BLOCK_SIZE, ROOT

@@ -10,8 +10,8 @@ from alignedserve.messages.workers import PrefillRequest, SetPredictedLength
 from alignedserve.scheduling.iteration_scheduler import PolicyIterationScheduler
 from alignedserve.scheduling.policy import IterationLimits
 from alignedserve.scheduling.scheduler import Scheduler
+from alignedserve.worker_core.part import WorkerCommand
 from prefill_worker.candidate_buffers import PlaceOrder
-from prefill_worker.logic import PrefillCommand
 from prefill_worker.state import JobStage, PrefillJob
 from tests.harnesses.prefill import EOS, PrefillHarness, added, run, token
 from tests.harnesses.scheduling import EasyCosts, Script, Step
@@ -37,7 +37,7 @@ class Paced:
         return [(name, int(table.num_remaining[table.row(name)])) for name in table.request_ids]
 
 
-def runs(commands: list[PrefillCommand]) -> list[RunIteration]:
+def runs(commands: list[WorkerCommand]) -> list[RunIteration]:
     return [one for one in commands if isinstance(one, RunIteration)]
 
 

@@ -13,8 +13,8 @@ from alignedserve.prefix_cache.contexts import CachedContext, PrefixCache, State
 from alignedserve.scheduling.policy import DeviceMemory, ScheduledRequest
 from alignedserve.scheduling.scheduler_state import MovedProgress, SchedulerState
 from alignedserve.scheduling.shared_blocks import num_shared
+from alignedserve.worker_core.candidate import Candidate
 from alignedserve.worker_core.request import WorkerRequest
-from decode_worker.state import Candidate
 
 _FORESEEN_TOKENS = 256  # of a request, while another moves
 
