@@ -291,7 +291,7 @@ class DecodeLogic(WorkerLogic[BatchMember]):
             self._batch.view(self._entries.may_enter(now), now)
         begun = self._batch.begin(now)
         if begun is None:
-            return commands + self._fail_stuck()
+            return [*commands, *self._fail_stuck()]
         commands += self._entries.load(begun.loads)
         if begun.command is None:
             return commands

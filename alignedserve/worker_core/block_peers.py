@@ -33,9 +33,12 @@ class BlockPeers(Part):
 
     @override
     def on_event(self, event: WorkerEvent, now: float) -> Commands:
-        assert isinstance(event, Received), "an event of others"
-        message = event.message
-        return self.changed(message) if isinstance(message, PeersChanged) else self.needed(message.peer, now)
+        match event:
+            case Received(_, PeersChanged() as changed):
+                return self.changed(changed)
+            case Received(_, PeerNeeded(peer)):
+                return self.needed(peer, now)
+        raise AssertionError("an event of others")
 
     def connected(self, role: Role, peer: str) -> bool:
         if role is Role.KV_POOL:

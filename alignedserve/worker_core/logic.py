@@ -335,6 +335,7 @@ class ColocatedLogic(WorkerLogic[HeldRequest]):
 
     # --- beside them
 
+    @override
     def waiting(self) -> list[WaitingRequest]:
         held_back = [WaitingRequest(request_id, Cause.BLOCKS_HELD) for request_id in self._postponed]
         if self._pooled is not None:

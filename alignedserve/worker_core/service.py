@@ -77,15 +77,15 @@ class Worker:
     def __init__(
         self,
         *,
-        make: "partial[WorkerLogic[Any]]",
+        make: "partial[Any]",
         executor: Executor,
         process_spec: ProcessSpec,
         memory: CandidateMemory | None = None,
         pool_at: str | None = None,
         transport: str = AUTO,
     ) -> None:
-        """`make`: makes its logic. `memory`: to lend to others. `pool_at`: the pool of its node, if it uses any."""
-        logic = make()
+        """`make`: makes its WorkerLogic. `memory`: to lend to others. `pool_at`: the pool of its node, if it uses any."""
+        logic: WorkerLogic[Any] = make()
         self._executor = executor
         self._log_path = process_spec.log_folder / f"{process_spec.name}.iterations.jsonl"
         self.iteration_log = logic.iteration_log

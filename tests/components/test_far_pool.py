@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from alignedserve.core.request import SamplingParams
+from alignedserve.worker_core import block_peers
 from alignedserve.worker_core.service import Worker
-from decode_worker import block_peers
 from tests.harnesses.clusters.in_process import small_config
 from tests.harnesses.clusters.two_nodes import FAR, start_two_nodes
 from tests.support.samples import POOL
