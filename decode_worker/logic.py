@@ -51,7 +51,7 @@ from alignedserve.worker_core.request_notes import Phases, WaitingRequest
 from alignedserve.worker_core.worker_logic import WorkerLogic
 from decode_worker.batching.batch_order import BatchOrder, DecodeLimits, waiting_batch
 from decode_worker.batching.candidates import Candidates
-from decode_worker.batching.eviction import Entries, EvictionCommand, Evictions
+from decode_worker.batching.eviction import EvictionCommand, Evictions
 from decode_worker.batching.running_batch import BatchMember, RunningBatch
 from decode_worker.batching.scheduled_batch import DecodeBatch
 from decode_worker.load import LoadCounter, Pace
@@ -91,7 +91,6 @@ class DecodeLogic(WorkerLogic[BatchMember]):
         self._aborted: list[BatchMember] = []  # dropped at the end of the iteration
         self._unreached: list[Candidate] = []  # given back with the next tick: at once, they would come back at once
         self._counter = LoadCounter(self._batch, self._candidates, self._order, self._evictions)
-        self._entries = Entries(self._batch, self._candidates, self._order, self._evictions)
         self._moved_at: tuple[int, int, int] | None = None  # versions at which candidates were last examined
         self._num_iterations = 0
         self._num_verified = 0
@@ -243,7 +242,7 @@ class DecodeLogic(WorkerLogic[BatchMember]):
     def _move(self, now: float) -> Commands:
         if not self._candidates:
             return []
-        commands: list[WorkerCommand] = [*self._entries.load(self._entries.admitted(now))]
+        commands: list[WorkerCommand] = [*self._evictions.load(self._evictions.admitted(now))]
         versions = (self._candidates.version, self._order.version, self._candidates.space.version)
         if versions == self._moved_at:
             return commands  # what could be done for the others has been done
@@ -287,12 +286,12 @@ class DecodeLogic(WorkerLogic[BatchMember]):
         else:
             for dropped in self._batch.take_dropped():
                 commands += self._router.send(dropped.preempted())
-            commands += self._entries.load(self._entries.admitted(now))
-            self._batch.view(self._entries.may_enter(now), now)
+            commands += self._evictions.load(self._evictions.admitted(now))
+            self._batch.view(self._evictions.may_enter(now), now)
         begun = self._batch.begin(now)
         if begun is None:
             return [*commands, *self._fail_stuck()]
-        commands += self._entries.load(begun.loads)
+        commands += self._evictions.load(begun.loads)
         if begun.command is None:
             return commands
         self._num_iterations += 1

@@ -87,7 +87,7 @@ class HeldRequests:
     def of_row(self, row: int) -> HeldRequest:
         return self._requests[self.state.table.request_ids[row]]
 
-    def num_cached(self, tracked: HeldRequest) -> int:
+    def num_cached(self, tracked: WorkerRequest) -> int:
         table = self.state.table
         return int(table.num_cached[table.row(tracked.request.request_id)])
 

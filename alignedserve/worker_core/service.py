@@ -84,7 +84,7 @@ class Worker:
         pool_at: str | None = None,
         transport: str = AUTO,
     ) -> None:
-        """`make`: makes its WorkerLogic. `memory`: to lend to others. `pool_at`: the pool of its node, if it uses any."""
+        """`make`: its WorkerLogic. `memory`: to lend to others. `pool_at`: the pool of its node, if it uses it."""
         logic: WorkerLogic[Any] = make()
         self._executor = executor
         self._log_path = process_spec.log_folder / f"{process_spec.name}.iterations.jsonl"

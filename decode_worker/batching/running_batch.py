@@ -132,19 +132,10 @@ class RunningBatch:
 
     @classmethod
     def of_worker(
-        cls,
-        registered: WorkerRegistered,
-        max_running_requests: int,
-        packing: SlackPack | None = None,
-        state_blocks: int = 0,
+        cls, registered: WorkerRegistered, most: int, packing: SlackPack | None = None, state_blocks: int = 0
     ) -> "RunningBatch":
-        return cls(
-            num_blocks=registered.num_blocks,
-            block_size=registered.block_size,
-            max_running_requests=max_running_requests,
-            packing=packing,
-            state_blocks=state_blocks,
-        )
+        sizes = {"num_blocks": registered.num_blocks, "block_size": registered.block_size}
+        return cls(**sizes, max_running_requests=most, packing=packing, state_blocks=state_blocks)
 
     def __len__(self) -> int:
         return len(self._running)
@@ -288,7 +279,7 @@ class RunningBatch:
     def drop(self, running: WorkerRequest) -> None:
         self._allocator.free(self._take_out(running.request.request_id).block_ids)
 
-    def can_leave(self, running: WorkerRequest) -> bool:
+    def is_portable(self, request_id: RequestId) -> bool:
         return True
 
     def num_cached(self, running: WorkerRequest) -> int:
