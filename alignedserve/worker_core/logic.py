@@ -234,7 +234,7 @@ class ColocatedLogic(WorkerLogic[HeldRequest]):
         if tracked is not None and tracked.set_predicted_length(message):
             self._state.set_predicted_length(message.request_id, message.predicted_output_len)
         if self._pooled is not None:
-            self._pooled.loads.set_predicted_length(message)
+            self._pooled.set_predicted_length(message)
         postponed = self._postponed.get(message.request_id)
         if postponed is not None:
             self._postponed[message.request_id] = with_prediction(postponed, message)
@@ -339,7 +339,7 @@ class ColocatedLogic(WorkerLogic[HeldRequest]):
     def waiting(self) -> list[WaitingRequest]:
         held_back = [WaitingRequest(request_id, Cause.BLOCKS_HELD) for request_id in self._postponed]
         if self._pooled is not None:
-            held_back += [WaitingRequest(request_id, Cause.PREFIX) for request_id in self._pooled.loads.waiting()]
+            held_back += [WaitingRequest(request_id, Cause.PREFIX) for request_id in self._pooled.waiting()]
         max_running = self._registered.num_places or self._registered.max_running_requests
         return held_back + causes_of(self._requests, self._computing, max_running)
 
@@ -350,7 +350,7 @@ class ColocatedLogic(WorkerLogic[HeldRequest]):
     @override
     def _load(self, *, is_due: bool) -> WorkerLoad:
         num_running = len(self._computing) if self._iterations.is_running else 0
-        num_held_back = len(self._postponed) + (len(self._pooled.loads) if self._pooled is not None else 0)
+        num_held_back = len(self._postponed) + (len(self._pooled) if self._pooled is not None else 0)
         prefixes = self._prefixes
         return WorkerLoad(
             num_waiting=len(self._requests) + num_held_back - num_running,

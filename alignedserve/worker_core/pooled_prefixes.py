@@ -15,10 +15,10 @@ The life of a request that waits for prefix blocks, where loading is faster than
 If anything fails (a lost pool, no memory, wrong checksums), the request is admitted and computes its prefix.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from typing_extensions import override
 
@@ -251,15 +251,6 @@ def _part_of(offer: _Offer) -> PrefixPart:
     return PrefixPart(offer.num_before, parent.block_hash if parent is not None else named[0].block_hash, named)
 
 
-class PoolOutcome(NamedTuple):
-    """Commands and requests that follow from an event of a pool."""
-
-    commands: Commands = ()
-    ready: Sequence[PrefillRequest] = ()  # to be admitted: they wait for the pool no more
-    again: Sequence[PrefillRequest] = ()  # they waited for the same blocks, and may ask for more
-    loaded: Sequence[CachedBlock] = ()
-
-
 @dataclass(slots=True)
 class _PoolLink:
     first_s: float = 0.0  # for a block, by assumption
@@ -294,21 +285,83 @@ class _Waiting:
         return len(self.block_ids) - self.num_loaded
 
 
-class PrefixLoads:
-    """The requests that wait, and the cost of the link to the pool, which is learned."""
+class Admit(Protocol):
+    """Takes a request up again that has waited; unless `is_new`, without another question to a pool."""
 
-    def __init__(self, held: HeldRequests, prefixes: PrefixCache, tokens_per_s: TokensPerS, own_pool: str) -> None:
+    def __call__(self, message: PrefillRequest, now: float, *, is_new: bool) -> Commands: ...
+
+
+class PooledPrefixes(Part):
+    """Offers, the requests that wait for blocks, and the cost of the links to pools, which is learned."""
+
+    def __init__(
+        self, held: HeldRequests, prefixes: PrefixCache, pool: str, *, tokens_per_s: TokensPerS, admit: Admit
+    ) -> None:
         self._held = held
         self._prefixes = prefixes
         self._cached = prefixes.blocks
         self._block_size = prefixes.block_size
         self._state_blocks = 0 if prefixes.states is None else prefixes.states.num_blocks
         self._tokens_per_s = tokens_per_s
-        self._own_pool = own_pool
-        self._links: dict[str, _PoolLink] = {}  # by pool
+        self._admit = admit
+        self._own_pool = pool
+        self._peers = BlockPeers(pool)
+        self._offers = PrefixOffers(prefixes.blocks, state_blocks=self._state_blocks)
+        prefixes.blocks.observers.append(self._offers)
+        self._links: dict[str, _PoolLink] = {}  # by pool that was ever linked: copies may end later
         self._waiting: dict[RequestId, _Waiting] = {}
         self._wanted: dict[bytes, _Waiting] = {}  # by the hash of the first block that they wait for
         self.num_loaded_tokens = 0  # since it started
+
+    @override
+    def takes(self, event: WorkerEvent) -> bool:
+        match event:
+            case PeerConnected(role, _) | PeerDisconnected(role, _):
+                return role is Role.KV_POOL
+            case Received(peer, _):
+                return peer in self._links
+            case BlocksLoaded():
+                return event.source in self._links
+            case BlocksOffloaded():
+                return event.command.target == self._own_pool
+        return False
+
+    @override
+    def on_event(self, event: WorkerEvent, now: float) -> Commands:
+        match event:
+            case PeerConnected(_, peer):
+                self._links.setdefault(peer, _PoolLink())
+                return ()
+            case Received(peer, ArenaOffered() as offered):
+                if peer == self._own_pool:
+                    self._offers.connected(peer, offered.block_bytes)
+                link = self._links.setdefault(peer, _PoolLink())
+                link.first_s, link.is_open = offered.block_bytes / _FIRST_BYTES_PER_S, True
+                return [MapArena(peer, offered)]
+            case PeerDisconnected(_, peer):
+                return [UnmapArena(peer), *self._disconnected(peer, now)]
+            case Received(_, PrefixBlocksReserved() as reserved):
+                return self._offers.reserved(reserved, now)
+            case Received(peer, PrefixFound() as answer):
+                return self._found(peer, answer, now)
+            case BlocksOffloaded():
+                return self._offers.offloaded(event, now)
+            case BlocksLoaded():
+                return self._loaded(event, now)
+        assert isinstance(event, Received), "an event of others"
+        raise AssertionError(f"a pool sends no {type(event.message).__name__} to such a worker")
+
+    @override
+    def tick(self, now: float) -> Commands:
+        pools_in_use = {waiting.pool for waiting in self._waiting.values()}
+        return self._peers.hang_up_unused(now, lambda: pools_in_use)
+
+    def offer(self, now: float) -> Commands:
+        """Offer what the worker has cached since; to be called after every event."""
+        return self._offers.offer(now)
+
+    def _admitted(self, ready: Iterable[PrefillRequest], now: float, *, is_new: bool = False) -> list[WorkerCommand]:
+        return [command for message in ready for command in self._admit(message, now, is_new=is_new)]
 
     def __len__(self) -> int:
         return len(self._waiting) + sum(len(waiting.followers) for waiting in self._waiting.values())
@@ -317,17 +370,21 @@ class PrefixLoads:
         followers = [message for waiting in self._waiting.values() for message in waiting.followers]
         return [*self._waiting, *(message.request.request_id for message in followers)]
 
-    def connected(self, pool: str, block_bytes: int) -> None:
-        link = self._links.setdefault(pool, _PoolLink())
-        link.first_s, link.is_open = block_bytes / _FIRST_BYTES_PER_S, True
-
-    def disconnected(self, pool: str) -> list[PrefillRequest]:
+    def _disconnected(self, pool: str, now: float) -> Commands:
+        if pool == self._own_pool:
+            self._offers.disconnected()
         if pool in self._links:
             self._links[pool].is_open = False
         asking = [entry for entry in self._waiting.values() if entry.lease_id is None and entry.pool == pool]
-        return [message for waiting in asking for message in (*self._end(waiting), *waiting.followers)]
+        return self._admitted([message for waiting in asking for message in self._all_of(waiting)], now)
 
-    def ask(self, message: PrefillRequest, now: float) -> list[WorkerCommand] | None:
+    def ask(self, message: PrefillRequest, now: float) -> tuple[Commands, bool]:
+        """Ask for what a request's prefix lacks here; return whether the request waits for it."""
+        linked = [] if message.prefix_pool is None else self._peers.needed(message.prefix_pool, now)
+        question = self._question(message, now)
+        return [*linked, *(question or ())], question is not None
+
+    def _question(self, message: PrefillRequest, now: float) -> Commands | None:
         request = message.request
         is_private = not request.prefix_root or request.sampling.num_prompt_logprobs is not None
         far = message.prefix_pool
@@ -343,26 +400,26 @@ class PrefixLoads:
             return None
         if ahead is not None:
             ahead.followers.append(message)
-            return []
+            return ()
         waiting = _Waiting(message, pool, names, num_here)
         self._waiting[request.request_id] = self._wanted[lacking[0]] = waiting
         hashes = b"".join(lacking)
         return [Send(pool, FindPrefix(request.request_id, num_here, hashes))]
 
-    def found(self, peer: str, message: PrefixFound, now: float) -> PoolOutcome:
+    def _found(self, peer: str, message: PrefixFound, now: float) -> Commands:
         waiting, copy = self._waiting.get(message.request_id), message.copy
         released: list[WorkerCommand] = [] if copy is None else [Send(peer, PrefixReleased(message.lease_id))]
         if waiting is None or waiting.lease_id is not None or waiting.pool != peer:  # of a link before
-            return PoolOutcome(released)
+            return released
         count = 0 if copy is None or waiting.is_aborted else self._num_to_load(waiting, copy, message.packed_tokens)
         if copy is None or not self._is_worth_while(count, peer, now):
-            return PoolOutcome(released, [*self._end(waiting), *waiting.followers])  # followers would find the same
+            return [*released, *self._admitted(self._all_of(waiting), now)]  # followers would find the same
         in_all = count + self._state_blocks  # those of states come last
         waiting.lease_id, waiting.block_ids = message.lease_id, self._held.hold(in_all)
         waiting.copy = BlockCopy(copy.generation, count * self._block_size, copy.runs[:in_all], copy.num_before)
-        return PoolOutcome([self._load_part(waiting, now)])
+        return [self._load_part(waiting, now)]
 
-    def loaded(self, event: BlocksLoaded, now: float) -> PoolOutcome:
+    def _loaded(self, event: BlocksLoaded, now: float) -> Commands:
         (load,) = event.loads
         waiting = self._waiting[load.request_id]
         link = self._links[waiting.pool]
@@ -376,32 +433,37 @@ class PrefixLoads:
             link.rests_until_s = now + UNREACHED_REST_S
         link.ended_s = now
         if is_whole and waiting.num_left and not waiting.is_aborted:
-            return PoolOutcome([self._load_part(waiting, now)])
-        loaded: list[CachedBlock] = []
+            return [self._load_part(waiting, now)]
         if waiting.num_left:
             self._held.free_held(waiting.block_ids)
         else:
-            loaded = self._keep(waiting)
+            self._offers.skip(self._keep(waiting))
         assert waiting.lease_id is not None, "loaded without a lease"
         is_damaged = not is_whole and event.is_reached
         released = Send(event.source, PrefixReleased(waiting.lease_id, is_damaged=is_damaged))
-        return PoolOutcome([released], self._end(waiting), waiting.followers, loaded)
+        ready = self._admitted(self._end(waiting), now)
+        # Those that waited for the same blocks may ask for more.
+        return [released, *ready, *self._admitted(waiting.followers, now, is_new=True)]
 
-    def pools_in_use(self) -> set[str]:
-        return {waiting.pool for waiting in self._waiting.values()}
+    def _all_of(self, waiting: _Waiting) -> list[PrefillRequest]:
+        return [*self._end(waiting), *waiting.followers]
 
-    def abort(self, request_id: RequestId, attempt: int | None) -> None:
+    @override
+    def abort(self, request_id: RequestId, attempt: int | None) -> Commands:
         for waiting in self._waiting.values():
             if _is_up_to(waiting.message, request_id, attempt):
                 waiting.is_aborted = True  # the pool's answer, or a copy, is under way
             waiting.followers = [
                 follower for follower in waiting.followers if not _is_up_to(follower, request_id, attempt)
             ]
+        return ()
 
-    def abort_all(self) -> None:
+    @override
+    def abort_all(self, now: float) -> Commands:
         for waiting in self._waiting.values():
             waiting.is_aborted = True
             waiting.followers.clear()
+        return ()
 
     def set_predicted_length(self, late: SetPredictedLength) -> None:
         for waiting in self._waiting.values():
@@ -513,99 +575,3 @@ class PrefixLoads:
 
 def _is_up_to(message: PrefillRequest, request_id: RequestId, attempt: int | None) -> bool:
     return message.request.request_id == request_id and (attempt is None or message.attempt <= attempt)
-
-
-class Admit(Protocol):
-    """Takes a request up again that has waited; unless `is_new`, without another question to a pool."""
-
-    def __call__(self, message: PrefillRequest, now: float, *, is_new: bool) -> Commands: ...
-
-
-class PooledPrefixes(Part):
-    """Offers and loads, and the events that are about them."""
-
-    def __init__(
-        self, held: HeldRequests, prefixes: PrefixCache, pool: str, *, tokens_per_s: TokensPerS, admit: Admit
-    ) -> None:
-        self._pool = pool
-        self._admit = admit
-        self._pools: dict[str, None] = {}  # that were ever linked: copies may end later
-        self._peers = BlockPeers(pool)
-        state_blocks = 0 if prefixes.states is None else prefixes.states.num_blocks
-        self._offers = PrefixOffers(prefixes.blocks, state_blocks=state_blocks)
-        prefixes.blocks.observers.append(self._offers)
-        self.loads = PrefixLoads(held, prefixes, tokens_per_s, pool)
-
-    @override
-    def takes(self, event: WorkerEvent) -> bool:
-        match event:
-            case PeerConnected(role, _) | PeerDisconnected(role, _):
-                return role is Role.KV_POOL
-            case Received(peer, _):
-                return peer in self._pools
-            case BlocksLoaded():
-                return event.source in self._pools
-            case BlocksOffloaded():
-                return event.command.target == self._pool
-        return False
-
-    def offer(self, now: float) -> Commands:
-        """Offer what the worker has cached since; to be called after every event."""
-        return self._offers.offer(now)
-
-    def ask(self, message: PrefillRequest, now: float) -> tuple[Commands, bool]:
-        """Ask for what a request's prefix lacks here; return whether the request waits for it."""
-        linked = [] if message.prefix_pool is None else self._peers.needed(message.prefix_pool, now)
-        questions = self.loads.ask(message, now)
-        return [*linked, *(questions or ())], questions is not None
-
-    @override
-    def tick(self, now: float) -> Commands:
-        return self._peers.hang_up_unused(now, self.loads.pools_in_use)
-
-    @override
-    def abort(self, request_id: RequestId, attempt: int | None) -> Commands:
-        self.loads.abort(request_id, attempt)
-        return ()
-
-    @override
-    def abort_all(self, now: float) -> Commands:
-        self.loads.abort_all()
-        return ()
-
-    @override
-    def on_event(self, event: WorkerEvent, now: float) -> Commands:
-        outcome = self._outcome(event, now)
-        commands = [*outcome.commands]
-        for message in outcome.ready:  # each as if new, but without another question
-            commands += self._admit(message, now, is_new=False)
-        for message in outcome.again:
-            commands += self._admit(message, now, is_new=True)
-        return commands
-
-    def _outcome(self, event: WorkerEvent, now: float) -> PoolOutcome:
-        match event:
-            case PeerConnected(_, peer):
-                self._pools[peer] = None
-            case Received(peer, ArenaOffered() as offered):
-                if peer == self._pool:
-                    self._offers.connected(peer, offered.block_bytes)
-                self.loads.connected(peer, offered.block_bytes)
-                return PoolOutcome([MapArena(peer, offered)])
-            case PeerDisconnected(_, peer):
-                if peer == self._pool:
-                    self._offers.disconnected()
-                return PoolOutcome([UnmapArena(peer)], self.loads.disconnected(peer))
-            case Received(_, PrefixBlocksReserved() as reserved):
-                return PoolOutcome(self._offers.reserved(reserved, now))
-            case Received(peer, PrefixFound() as answer):
-                return self.loads.found(peer, answer, now)
-            case BlocksOffloaded():
-                return PoolOutcome(self._offers.offloaded(event, now))
-            case BlocksLoaded():
-                outcome = self.loads.loaded(event, now)
-                self._offers.skip(outcome.loaded)
-                return outcome
-            case Received(_, message):
-                raise AssertionError(f"a pool sends no {type(message).__name__} to such a worker")
-        return PoolOutcome()

@@ -56,7 +56,7 @@ def loaded(cluster: RoomCluster, name: str) -> int:
     pooled = worker._driver._logic._pooled
     assert pooled is not None
     pooled.loads._tokens_per_s = lambda: 1.0  # the tiny model computes faster than anything can be asked
-    return pooled.loads.num_loaded_tokens
+    return pooled.num_loaded_tokens
 
 
 async def test_the_requests_of_a_lost_worker_go_on_from_the_pool(tmp_path: Path) -> None:
@@ -127,4 +127,4 @@ def links_of(cluster: RoomCluster, name: str) -> set[str]:
     assert isinstance(worker, Worker)
     assert isinstance(worker._driver._logic, ColocatedLogic)
     assert worker._driver._logic._pooled is not None
-    return {pool for pool, link in worker._driver._logic._pooled.loads._links.items() if link.is_open}
+    return {pool for pool, link in worker._driver._logic._pooled._links.items() if link.is_open}

@@ -153,7 +153,7 @@ def play_with_pool(seed: int, name: str, *, losses: float = 0.15, **sizes: objec
     cluster = play(seed, shape_of(name, **shape), losses=losses, count=25)
     pooled = [one._pooled for one in cluster.logics.values() if isinstance(one, ColocatedLogic)]
     stored = sum(one._offers.num_stored for one in pooled if one is not None)
-    return stored, sum(one.loads.num_loaded_tokens for one in pooled if one is not None)
+    return stored, sum(one.num_loaded_tokens for one in pooled if one is not None)
 
 
 def test_blocks_go_to_a_pool_and_come_back() -> None:

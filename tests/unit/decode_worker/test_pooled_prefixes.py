@@ -100,7 +100,7 @@ class Worker(ColocatedHarness):
     def held_back(self) -> list[str]:
         """Requests that wait for the pool."""
         assert self.logic._pooled is not None
-        return [str(request_id) for request_id in self.logic._pooled.loads.waiting()]
+        return [str(request_id) for request_id in self.logic._pooled.waiting()]
 
     def compute(self) -> list[Any]:
         """Compute the prompt, in two iterations, and sample a token."""
