@@ -11,7 +11,8 @@ from alignedserve.messages.handshake import Role
 from alignedserve.messages.request_notes import Cause
 from alignedserve.messages.workers import PACKED_FROM, JoinedBatch, WorkerLoad
 from alignedserve.scheduling.policy import IterationHistory
-from alignedserve.worker_core.candidate import CacheLocation, Candidate
+from alignedserve.worker_core.candidate import Candidate
+from alignedserve.worker_core.request import Stage
 from alignedserve.worker_core.request_notes import WaitingRequest
 from decode_worker.batching.batch_order import BatchOrder
 from decode_worker.batching.candidates import Candidates
@@ -70,7 +71,7 @@ class LoadCounter:
     def _cause_of(self, candidate: Candidate) -> Cause:
         if not self._order.joins_running(candidate):
             return Cause.EARLIER_BATCH
-        if candidate.location is CacheLocation.PREFETCHING:
+        if candidate.stage is Stage.PREFETCHING:
             return Cause.PREFETCH
         if not self._batch.has_place:
             return Cause.BATCH_FULL
@@ -80,7 +81,7 @@ class LoadCounter:
     def _count_waiting(self) -> _CandidateCounts:
         versions = (self._candidates.version, self._order.version)
         if versions != self._waiting_of:
-            staying = [candidate for candidate in self._candidates if candidate.location is not CacheLocation.RETURNING]
+            staying = [candidate for candidate in self._candidates if candidate.stage is not Stage.RETURNING]
             num_joining = sum(self._order.joins_running(candidate) for candidate in staying)
             num_blocks = sum(self._batch.blocks_for(candidate.context_len) for candidate in staying)
             self._waiting_of = versions

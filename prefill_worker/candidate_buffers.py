@@ -31,7 +31,8 @@ from alignedserve.messages.handshake import Role
 from alignedserve.messages.iterations import BlocksRelayed, BufferOpened, RelayBlocks
 from alignedserve.worker_core.handoff import Contents, HandoffEnd, HandoffStage, Lender, Outgoing, Sender
 from alignedserve.worker_core.part import Commands, Part, WorkerCommand, WorkerEvent
-from prefill_worker.state import JobStage, PrefillJob
+from alignedserve.worker_core.request import Stage
+from prefill_worker.state import PrefillJob
 
 _OUTCOMES = {HandoffEnd.TAKEN: ReturnOutcome.TAKEN, HandoffEnd.UNKNOWN: ReturnOutcome.UNKNOWN}
 
@@ -232,10 +233,10 @@ class PlaceOrder:
     def of(self, jobs: Iterable[PrefillJob], now: float) -> list[PrefillJob]:
         waiting, placed = [], 0
         for job in jobs:
-            if job.stage is JobStage.WAITING:
+            if job.stage is Stage.WAITING:
                 waiting.append(job)
             else:
-                placed += job.stage is not JobStage.DEPARTING and not job.is_real_time
+                placed += job.stage is not Stage.LEAVING and not job.is_real_time
         if not self.knows_classes:
             return waiting
         by_class: dict[TurnClass, list[PrefillJob]] = {turn_class: [] for turn_class in TurnClass}

@@ -53,13 +53,14 @@ from alignedserve.prefix_cache.contexts import PrefixCache
 from alignedserve.scheduling.factory import limits_of, make_iteration_scheduler, measured_speed
 from alignedserve.scheduling.iteration_scheduler import IterationScheduler, Slices
 from alignedserve.worker_core.part import Commands, WorkerCommand, WorkerEvent
+from alignedserve.worker_core.request import Stage
 from alignedserve.worker_core.request_notes import Phases, WaitingRequest
 from alignedserve.worker_core.router_link import with_speed
 from alignedserve.worker_core.worker_logic import WorkerLogic
 from prefill_worker.candidate_buffers import CandidateBuffers, PlaceOrder
 from prefill_worker.departure import Departure
 from prefill_worker.job_blocks import JobBlocks
-from prefill_worker.state import JobStage, PrefillJob, waiting_cause
+from prefill_worker.state import PrefillJob, waiting_cause
 
 
 class PrefillLogic(WorkerLogic[PrefillJob]):
@@ -133,7 +134,7 @@ class PrefillLogic(WorkerLogic[PrefillJob]):
         if peer == self._pool:
             self._pool = self._departure.pool = None
             commands += self._buffers.pool_disconnected(now)
-            for job in [job for job in self._jobs.values() if job.stage is JobStage.ASKING]:
+            for job in [job for job in self._jobs.values() if job.stage is Stage.ASKING]:
                 self._enter(job, 0, now)
         elif role is Role.DECODE_WORKER:
             commands += self._buffers.disconnected(peer)
@@ -169,12 +170,12 @@ class PrefillLogic(WorkerLogic[PrefillJob]):
             return ()
         if (leaving := self._departure.sender.get(request_id)) is not None:
             return self._departure.sender.abort(leaving)
-        is_computing = job.stage is JobStage.COMPUTING and self._iterations.is_running
+        is_computing = job.stage is Stage.HERE and self._iterations.is_running
         return () if is_computing or job.is_copying else self._end(job)
 
     @override
     def _tick(self, now: float) -> Commands:
-        departing = [job for job in self._jobs.values() if job.stage is JobStage.DEPARTING and job.leaving is None]
+        departing = [job for job in self._jobs.values() if job.stage is Stage.LEAVING and job.leaving is None]
         return [command for job in departing for command in self._departure.begin(job)]
 
     # --- copies of earlier attempts
@@ -182,20 +183,21 @@ class PrefillLogic(WorkerLogic[PrefillJob]):
     def _copy_granted(self, message: CopyGranted, now: float) -> Commands:
         handoff = message.handoff
         job = self._jobs.get(handoff.request.request_id)
-        if job is None or job.attempt != message.attempt or job.stage is not JobStage.ASKING:
+        if job is None or job.attempt != message.attempt or job.stage is not Stage.ASKING:
             return self._release(handoff.lease_id)
         # A copy of more blocks than the job has would not fit into them.
         does_fit = self._blocks.count_for(handoff.copy.context_len) <= len(job.block_ids)
         if not does_fit or not self._num_usable(job, handoff):
             self._enter(job, 0, now)
             return self._release(handoff.lease_id)
-        job.stage, job.handoff = JobStage.LOADING, handoff
+        job.go(Stage.LOADING)
+        job.handoff = handoff
         load = Load(job.request.request_id, handoff.copy, job.block_ids)
         return [LoadBlocks(self._registered.pool_name, (load,))]
 
     def _copy_missing(self, message: CopyMissing, now: float) -> Commands:
         job = self._jobs.get(message.request_id)
-        if job is not None and job.attempt == message.attempt and job.stage is JobStage.ASKING:
+        if job is not None and job.attempt == message.attempt and job.stage is Stage.ASKING:
             self._enter(job, 0, now)
         return []
 
@@ -244,7 +246,7 @@ class PrefillLogic(WorkerLogic[PrefillJob]):
 
     def _choose_urgent(self, now: float) -> Slices:
         came = [self._jobs[request_id] for request_id in self._urgent_cycle.ask() if request_id in self._jobs]
-        ready = [job.request.request_id for job in came if job.stage is JobStage.COMPUTING and not job.is_aborted]
+        ready = [job.request.request_id for job in came if job.stage is Stage.HERE and not job.is_aborted]
         slices = self._scheduler.choose_urgent(ready, now)
         if slices:
             self._urgent_cycle.began()
@@ -269,14 +271,15 @@ class PrefillLogic(WorkerLogic[PrefillJob]):
             self._order.note(job, now)
             num_holding += 1
             if job.has_copy and self._pool is not None:
-                job.stage = JobStage.ASKING
+                job.go(Stage.ASKING)
                 requests.append(Send(self._pool, FetchCopy(job.request.request_id, job.attempt)))
             else:
                 self._enter(job, job.num_hit_tokens, now)
         return requests
 
     def _enter(self, job: PrefillJob, num_cached: int, now: float) -> None:
-        job.stage, job.num_passed = JobStage.COMPUTING, num_cached
+        job.go(Stage.HERE)
+        job.num_passed = num_cached
         self._came(job)
         generated, predicted = len(job.generated_token_ids), job.predicted_output_len
         self._scheduler.enter(
@@ -317,7 +320,7 @@ class PrefillLogic(WorkerLogic[PrefillJob]):
     @override
     def _depart(self, request: PrefillJob) -> Commands:
         self._removals.append(request.request.request_id)
-        request.stage = JobStage.DEPARTING
+        request.go(Stage.LEAVING)
         self._scheduler.leave(request.request.request_id)
         return self._departure.begin(request)
 
@@ -325,7 +328,7 @@ class PrefillLogic(WorkerLogic[PrefillJob]):
     def _end(self, request: PrefillJob) -> Commands:
         request_id = request.request.request_id
         released = self._release(request.handoff.lease_id) if request.handoff is not None else ()
-        was_added = self._additions.pop(request_id, None) is None and request.stage is JobStage.COMPUTING
+        was_added = self._additions.pop(request_id, None) is None and request.stage is Stage.HERE
         if was_added and request_id not in self._removals:
             self._removals.append(request_id)
         return [*released, *self._forget(request)]

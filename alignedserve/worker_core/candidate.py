@@ -1,22 +1,12 @@
 """A request that comes to a worker with its cache: where that lies, and how far the request has got."""
 
-import enum
 from dataclasses import dataclass
 
 from alignedserve.core.ids import BatchId, LeaseId
 from alignedserve.messages.caches import BlockCopy, BlocksWritten, Handoff
 from alignedserve.scheduling.scheduler_state import MovedProgress
 from alignedserve.worker_core.handoff import BufferSlot
-from alignedserve.worker_core.request import WorkerRequest
-
-
-class CacheLocation(enum.Enum):
-    """Location of a candidate's cache."""
-
-    POOL = "pool"  # in the pool's arena, under a lease
-    PREFETCHING = "coming"  # there, and on its way into a prefill worker's memory
-    BUFFER = "buffer"  # in a prefill worker's memory
-    RETURNING = "returning"  # there, and on its way back to the pool
+from alignedserve.worker_core.request import Stage, WorkerRequest
 
 
 @dataclass(slots=True, eq=False)
@@ -24,7 +14,6 @@ class Candidate(WorkerRequest):
     """A request at this worker that is not in the running batch."""
 
     batch_id: BatchId
-    location: CacheLocation
     lease_id: LeaseId | None = None  # the pool's copy is held for us
     pool_copy: BlockCopy | None = None
     slot: BufferSlot | None = None
@@ -39,7 +28,7 @@ class Candidate(WorkerRequest):
 
     @classmethod
     def of(
-        cls, message: Handoff | BlocksWritten, attempt: int, batch_id: BatchId, location: CacheLocation, now: float
+        cls, message: Handoff | BlocksWritten, attempt: int, batch_id: BatchId, stage: Stage, now: float
     ) -> "Candidate":
         first_token_s = now - message.begun_s
         return cls(
@@ -47,7 +36,7 @@ class Candidate(WorkerRequest):
             attempt,
             list(message.generated_token_ids),
             batch_id,
-            location,
+            stage=stage,
             granted_s=now,
             predicted_output_len=message.predicted_output_len,
             first_token_s=first_token_s,
@@ -58,7 +47,7 @@ class Candidate(WorkerRequest):
     @classmethod
     def of_handoff(cls, handoff: Handoff, batch_id: BatchId, now: float, *, far_pool: str | None = None) -> "Candidate":
         """Build the candidate that the pool granted. One of another node's pool is not copied into buffers of this."""
-        made = cls.of(handoff, handoff.attempt, batch_id, CacheLocation.POOL, now)
+        made = cls.of(handoff, handoff.attempt, batch_id, Stage.AWAY, now)
         made.lease_id, made.pool_copy = handoff.lease_id, handoff.copy
         made.far_pool, made.may_prefetch = far_pool, far_pool is None
         return made

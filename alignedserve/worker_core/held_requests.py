@@ -14,7 +14,7 @@ from alignedserve.scheduling.policy import DeviceMemory, ScheduledRequest
 from alignedserve.scheduling.scheduler_state import MovedProgress, SchedulerState
 from alignedserve.scheduling.shared_blocks import num_shared
 from alignedserve.worker_core.candidate import Candidate
-from alignedserve.worker_core.request import WorkerRequest
+from alignedserve.worker_core.request import Stage, WorkerRequest
 
 _FORESEEN_TOKENS = 256  # of a request, while another moves
 
@@ -27,8 +27,6 @@ class HeldRequest(WorkerRequest):
     is_in_engine: bool = False
     is_on_host: bool = False  # the engine keeps a host copy of it
     is_finished: bool = False  # it has had its last token, or has failed
-    is_leaving: bool = False  # it is to be handed over, or is on its way
-    is_away: bool = False  # its cache is in the pool of the node, or on its way back
     batch_id: BatchId = NO_BATCH  # that it came in, on a decode worker
     context: CachedContext | None = None  # None: it shares nothing
 
@@ -36,6 +34,10 @@ class HeldRequest(WorkerRequest):
     def can_outlast_router(self) -> bool:
         """True if it decodes here, wanted by nothing else: it goes on whichever router there is."""
         return self.is_prefilled and self.successor is None and not (self.is_aborted or self.is_finished)
+
+    @property
+    def is_away(self) -> bool:
+        return self.stage in (Stage.AWAY, Stage.ASKING, Stage.LOADING)
 
     @property
     def num_shareable(self) -> int:
@@ -295,13 +297,14 @@ class HeldRequests:
     # --- requests whose cache is in the pool
 
     def send_away(self, tracked: HeldRequest, progress: MovedProgress, now: float) -> None:
-        tracked.is_away = True
+        tracked.go(Stage.AWAY)
         self._requests[tracked.request.request_id] = tracked
         self.state.add_elsewhere(tracked.request, now, replace(progress, num_blocks=0))
 
     def bring_back(self, tracked: HeldRequest, block_ids: Sequence[BlockId]) -> None:
         request_id = tracked.request.request_id
-        tracked.is_away, tracked.block_ids = False, list(block_ids)
+        tracked.go(Stage.HERE)
+        tracked.block_ids = list(block_ids)
         self.num_away -= len(block_ids)
         self.state.bring_back(request_id, len(block_ids))
         if not block_ids:

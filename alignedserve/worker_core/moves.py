@@ -40,7 +40,7 @@ from alignedserve.messages.iterations import (
 from alignedserve.messages.workers import BlocksFetched, MoveRequest, RequestMoved, WorkerRegistered
 from alignedserve.scheduling.scheduler_state import MovedProgress
 from alignedserve.worker_core.block_peers import UNREACHED_REST_S, BlockPeers
-from alignedserve.worker_core.candidate import CacheLocation, Candidate
+from alignedserve.worker_core.candidate import Candidate
 from alignedserve.worker_core.handoff import (
     BufferSpace,
     Contents,
@@ -54,6 +54,7 @@ from alignedserve.worker_core.handoff import (
 )
 from alignedserve.worker_core.held_requests import HeldRequest, HeldRequests
 from alignedserve.worker_core.part import Commands, Part, WorkerCommand, WorkerEvent
+from alignedserve.worker_core.request import Stage
 from alignedserve.worker_core.router_link import RouterLink
 
 
@@ -84,7 +85,7 @@ class Handoffs(Part):
         )
 
     def ask(self, tracked: HeldRequest, target: str, *, is_best_effort: bool = False) -> Commands:
-        tracked.is_leaving = True
+        tracked.go(Stage.LEAVING)
         entry = DepartingRequest(tracked.request, tracked.attempt, target, tracked)
         # One more than it has: the iteration in flight may need another.
         return [self.sender.ask(entry, len(tracked.block_ids) + 1, is_best_effort=is_best_effort)]
@@ -123,7 +124,7 @@ class Handoffs(Part):
         return commands
 
     def can_ask(self, tracked: HeldRequest) -> bool:
-        is_free = not tracked.is_leaving and self.sender.get(tracked.request.request_id) is None
+        is_free = tracked.stage is Stage.HERE and self.sender.get(tracked.request.request_id) is None
         return is_free and self.can_leave(tracked)
 
     def can_leave(self, tracked: HeldRequest) -> bool:
@@ -135,13 +136,12 @@ class Handoffs(Part):
     def _ended(self, entry: DepartingRequest, how: HandoffEnd, now: float) -> Commands:
         if how not in (HandoffEnd.REFUSED, HandoffEnd.FAILED):
             return Handoffs._aborted(self, entry)
-        entry.tracked.is_leaving = False
+        entry.tracked.go(Stage.HERE)
         if entry.progress is not None:
             self._held.attach(entry.tracked, entry.progress, now)
         return ()
 
     def _aborted(self, entry: DepartingRequest) -> Commands:
-        entry.tracked.is_leaving = False
         if entry.progress is not None:
             self._held.free_detached(entry.tracked)
         return ()
@@ -297,7 +297,7 @@ class RequestMoves(Handoffs):
         assert message is not None, "loaded before it was written"
         block_ids = entry.block_ids[: message.copy.num_blocks]
         self._held.free_held(entry.block_ids[len(block_ids) :])  # the last block of a request is one with tokens
-        candidate = Candidate.of(message, next_step(entry.attempt), NO_BATCH, CacheLocation.BUFFER, now)
+        candidate = Candidate.of(message, next_step(entry.attempt), NO_BATCH, Stage.BUFFERED, now)
         candidate.last_token_s = now
         self._held.enter(candidate, block_ids, message.copy.context_len, now)
         num_generated = len(message.generated_token_ids)

@@ -1,5 +1,6 @@
 """The part of a request's record that every worker keeps, whichever phase it serves."""
 
+import enum
 from dataclasses import dataclass, field
 
 import msgspec
@@ -11,6 +12,33 @@ from alignedserve.messages.gateways import TokenDelta
 from alignedserve.messages.workers import PrefillRequest, RequestPreempted, SetPredictedLength
 
 
+class Stage(enum.Enum):
+    """Where a request at a worker is, by its cache. What it does while it is here, its policy decides."""
+
+    WAITING = "waiting"  # for blocks
+    ASKING = "asking"  # blocks are held, and the pool was asked for its cache
+    LOADING = "loading"  # its cache comes from the pool
+    HERE = "here"
+    LEAVING = "leaving"  # it is to be handed over, or is being copied to where it goes
+    AWAY = "away"  # in the pool, under a lease or as its request
+    PREFETCHING = "coming"  # there, and on its way into a prefill worker's memory
+    BUFFERED = "buffered"  # in a prefill worker's memory
+    RETURNING = "returning"  # there, and on its way back to the pool
+
+
+_FOLLOWING = {
+    Stage.WAITING: (Stage.ASKING, Stage.HERE),
+    Stage.ASKING: (Stage.LOADING, Stage.HERE),
+    Stage.LOADING: (Stage.HERE,),
+    Stage.HERE: (Stage.LEAVING,),
+    Stage.LEAVING: (Stage.HERE, Stage.AWAY),
+    Stage.AWAY: (Stage.ASKING, Stage.HERE, Stage.PREFETCHING),
+    Stage.PREFETCHING: (Stage.BUFFERED, Stage.AWAY),
+    Stage.BUFFERED: (Stage.AWAY, Stage.RETURNING),
+    Stage.RETURNING: (Stage.BUFFERED,),
+}
+
+
 @dataclass(slots=True, eq=False)
 class WorkerRequest:
     """One attempt of a request on a worker. Later attempts wait in `successor` until this one has left."""
@@ -20,6 +48,7 @@ class WorkerRequest:
     generated_token_ids: list[int]
     granted_s: float = field(default=0.0, kw_only=True)  # when it came to this worker
     predicted_output_len: float | None = field(default=None, kw_only=True)
+    stage: Stage = field(default=Stage.HERE, kw_only=True)
     is_prefilled: bool = field(default=False, kw_only=True)  # the router knows that its prompt is computed
     num_hit_tokens: int = field(default=0, kw_only=True)  # of its context, taken from the prefix cache as it entered
     is_aborted: bool = field(default=False, kw_only=True)  # but something still reads or writes its blocks
@@ -74,6 +103,10 @@ class WorkerRequest:
     def settled_len(self, num_cached: int) -> int:
         """Return how many of its first tokens, cached so far, are computed: of those of some pictures all, or none."""
         return settled_len(self.request.whole_runs, num_cached)
+
+    def go(self, stage: Stage) -> None:
+        assert stage in _FOLLOWING[self.stage], f"a request that is {self.stage.value} cannot be {stage.value}"
+        self.stage = stage
 
     def is_up_to(self, attempt: int | None) -> bool:
         return attempt is None or self.attempt <= attempt
