@@ -35,7 +35,7 @@ class Departure:
         self._router = router
         self._forget = forget
         self.sender: Sender[DepartingJob] = Sender(
-            reserved=lambda entry: [self.sender.copy(entry, entry.job.block_ids)],
+            reserved=lambda entry: [self.sender.copy(entry, tuple(entry.job.block_ids))],
             contents=_contents_of,
             ended=self._ended,
             aborted=lambda entry: self._forget(entry.job),

@@ -145,7 +145,7 @@ class PrefillLogic(WorkerLogic[PrefillJob]):
     @override
     def _never_fits(self, message: PrefillRequest) -> bool:
         context_len = message.request.prompt_len + len(message.generated_token_ids)
-        return self._blocks.count_for(context_len) > self._registered.num_blocks
+        return self._blocks.blocks_for(context_len) > self._registered.num_blocks
 
     @override
     def _get(self, request_id: RequestId) -> PrefillJob | None:
@@ -186,13 +186,13 @@ class PrefillLogic(WorkerLogic[PrefillJob]):
         if job is None or job.attempt != message.attempt or job.stage is not Stage.ASKING:
             return self._release(handoff.lease_id)
         # A copy of more blocks than the job has would not fit into them.
-        does_fit = self._blocks.count_for(handoff.copy.context_len) <= len(job.block_ids)
+        does_fit = self._blocks.blocks_for(handoff.copy.context_len) <= len(job.block_ids)
         if not does_fit or not self._num_usable(job, handoff):
             self._enter(job, 0, now)
             return self._release(handoff.lease_id)
         job.go(Stage.LOADING)
         job.handoff = handoff
-        load = Load(job.request.request_id, handoff.copy, job.block_ids)
+        load = Load(job.request.request_id, handoff.copy, tuple(job.block_ids))
         return [LoadBlocks(self._registered.pool_name, (load,))]
 
     def _copy_missing(self, message: CopyMissing, now: float) -> Commands:
@@ -292,7 +292,7 @@ class PrefillLogic(WorkerLogic[PrefillJob]):
         if job.is_retry:
             self._num_reused_tokens += num_cached
             self._num_recomputed_tokens += job.context_len - num_cached
-        addition = Addition(job.request, tuple(job.generated_token_ids), job.block_ids, num_cached)
+        addition = Addition(job.request, tuple(job.generated_token_ids), tuple(job.block_ids), num_cached)
         self._additions[job.request.request_id] = addition
 
     @override

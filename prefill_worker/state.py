@@ -3,21 +3,19 @@
 from dataclasses import dataclass, field
 
 from alignedserve.core.class_floor import turn_due_s
-from alignedserve.core.ids import BlockId
 from alignedserve.messages.caches import Handoff
 from alignedserve.messages.request_notes import Cause
 from alignedserve.messages.workers import PrefillRequest
-from alignedserve.prefix_cache.contexts import CachedContext
 from alignedserve.worker_core.handoff import HandoffStage, Outgoing
-from alignedserve.worker_core.request import Stage, WorkerRequest
+from alignedserve.worker_core.request import Stage
+from alignedserve.worker_core.worker_blocks import BlockHolder
 
 
 @dataclass(slots=True, eq=False)
-class PrefillJob(WorkerRequest):
+class PrefillJob(BlockHolder):
     """One request on this worker."""
 
     stage: Stage = field(default=Stage.WAITING, kw_only=True)
-    block_ids: tuple[BlockId, ...] = ()
     is_retry: bool = False  # assigned to a worker before
     has_copy: bool = False  # the pool may keep a copy of it from then
     handoff: Handoff | None = None  # the pool's copy of an earlier attempt, to begin from
@@ -25,7 +23,6 @@ class PrefillJob(WorkerRequest):
     is_taken: bool = False  # by a decode worker: what leaves for the pool now is a copy
     leaving: Outgoing | None = None  # while its receiver is asked, until that has it
     num_failed_copies: int = 0  # to the pool
-    context: CachedContext | None = None  # None: it shares nothing
     num_passed: int = 0  # tokens that are computed, or that an iteration in flight computes
     first_token_s: float | None = None  # when it was sampled; None: not yet
 
