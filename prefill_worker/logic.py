@@ -9,18 +9,23 @@ The life of a request on a prefill worker:
 4. Otherwise PrefillCompleted goes to the router and ReserveBlocks to the pool; or, when it is urgent, to the decode
    worker that the router named (about its candidate buffer here), and then to the pool for a copy.
 5. BlocksReserved: the blocks are copied beside the running iteration. BlocksWritten offers the request;
-   with BlocksTaken it is its receiver's, and the blocks here are freed.
+   with BlocksTaken it is its receiver's, and the blocks here are freed. What a decode worker took is then offered to
+   the pool as a copy, which is dropped if the pool is full; what it did not take goes to the pool.
 A returning router knows none of this worker's jobs, so they are aborted. Jobs offered to a pool or decode worker that
 is lost before it acknowledged them are preempted (RequestPreempted: only the router can know); jobs that were departing
-to a lost pool reserve again when it is back; jobs whose copy fails again and again are preempted too. Candidate buffers
-are in candidate_buffers.py.
+to a lost pool reserve again when it is back. A copy that fails twice is tried again by ticks, as this worker may lack
+descriptors for a moment; a job whose copy fails again and again is preempted. Candidate buffers are in
+candidate_buffers.py.
 """
+
+from dataclasses import dataclass
 
 import msgspec
 from typing_extensions import override
 
 from alignedserve.config.sections import PrefillWorkerConfig, PrefixCacheConfig, SchedulingConfig
 from alignedserve.core.block_layout import BlockLayout
+from alignedserve.core.errors import FailureKind
 from alignedserve.core.ids import LeaseId, RequestId
 from alignedserve.costmodel.linear import Sample
 from alignedserve.costmodel.model import CostModel
@@ -52,15 +57,24 @@ from alignedserve.prefix_cache.cached_blocks import budget_of
 from alignedserve.prefix_cache.contexts import PrefixCache
 from alignedserve.scheduling.factory import limits_of, make_iteration_scheduler, measured_speed
 from alignedserve.scheduling.iteration_scheduler import IterationScheduler, Slices
+from alignedserve.worker_core.handoff import Contents, HandoffEnd, Outgoing, Sender
 from alignedserve.worker_core.part import Commands, WorkerCommand, WorkerEvent
 from alignedserve.worker_core.request import Stage
 from alignedserve.worker_core.request_notes import Phases, WaitingRequest
 from alignedserve.worker_core.router_link import with_speed
 from alignedserve.worker_core.worker_logic import WorkerLogic
 from prefill_worker.candidate_buffers import CandidateBuffers, PlaceOrder
-from prefill_worker.departure import Departure
 from prefill_worker.job_blocks import JobBlocks
 from prefill_worker.state import PrefillJob, waiting_cause
+
+_MOST_COPIES = 8  # that fail, of one request: the pool's memory is out of this worker's reach, perhaps not of another's
+
+
+@dataclass(slots=True, eq=False)
+class DepartingJob(Outgoing):
+    """One job that leaves."""
+
+    job: PrefillJob
 
 
 class PrefillLogic(WorkerLogic[PrefillJob]):
@@ -95,7 +109,12 @@ class PrefillLogic(WorkerLogic[PrefillJob]):
         self._removals: list[RequestId] = []
         self._num_reused_tokens = self._num_recomputed_tokens = 0  # of retried requests
         self._pool: str | None = None
-        self._departure = Departure(self._buffers.lender, self._router, self._forget)
+        self._sender: Sender[DepartingJob] = Sender(
+            reserved=lambda entry: [self._sender.copy(entry, tuple(entry.job.block_ids))],
+            contents=_contents_of,
+            ended=self._left,
+            aborted=lambda entry: self._forget(entry.job),
+        )
 
     @override
     def _on_other(self, event: WorkerEvent, now: float) -> Commands:
@@ -103,16 +122,16 @@ class PrefillLogic(WorkerLogic[PrefillJob]):
             case BlocksLoaded():
                 return self._loaded(event, now)
             case BlocksOffloaded():
-                return self._departure.sender.copied(event, now)
+                return self._sender.copied(event, now)
             case PeerDisconnected(role, peer):
                 return self._disconnected(role, peer, now)
             case Received(peer, ArenaOffered() as offered):
-                self._pool = self._departure.pool = peer
+                self._pool = peer
                 self._buffers.pool_connected()
                 return [MapArena(peer, offered), *self._tick(now)]
             case Received(peer, BlocksReserved() | BlocksTaken() | ReservationRefused() as answer):
                 # About a job, or what comes back from a buffer.
-                departing = self._departure.sender.answered(peer, answer, now)
+                departing = self._sender.answered(peer, answer, now)
                 return [*departing, *self._buffers.returns.answered(peer, answer, now)]
             case Received(_, CopyGranted() as granted):
                 return self._copy_granted(granted, now)
@@ -132,13 +151,13 @@ class PrefillLogic(WorkerLogic[PrefillJob]):
     def _disconnected(self, role: Role, peer: str, now: float) -> Commands:
         commands: list[WorkerCommand] = []
         if peer == self._pool:
-            self._pool = self._departure.pool = None
+            self._pool = None
             commands += self._buffers.pool_disconnected(now)
             for job in [job for job in self._jobs.values() if job.stage is Stage.ASKING]:
                 self._enter(job, 0, now)
         elif role is Role.DECODE_WORKER:
             commands += self._buffers.disconnected(peer)
-        return [*commands, *self._departure.sender.lost(peer, now)]
+        return [*commands, *self._sender.lost(peer, now)]
 
     # --- a job comes, and is given up
 
@@ -168,15 +187,45 @@ class PrefillLogic(WorkerLogic[PrefillJob]):
         job = self._jobs.get(request_id)
         if job is None or not job.abort(attempt):
             return ()
-        if (leaving := self._departure.sender.get(request_id)) is not None:
-            return self._departure.sender.abort(leaving)
+        if (leaving := self._sender.get(request_id)) is not None:
+            return self._sender.abort(leaving)
         is_computing = job.stage is Stage.HERE and self._iterations.is_running
         return () if is_computing or job.is_copying else self._end(job)
 
     @override
     def _tick(self, now: float) -> Commands:
         departing = [job for job in self._jobs.values() if job.stage is Stage.LEAVING and job.leaving is None]
-        return [command for job in departing for command in self._departure.begin(job)]
+        return [command for job in departing for command in self._leave(job)]
+
+    def _leave(self, job: PrefillJob) -> Commands:
+        is_bypass = job.bypass_to is not None and self._buffers.lender.lends_to(job.bypass_to)
+        target = job.bypass_to if is_bypass else self._pool
+        if target is None:
+            return self._forget(job) if job.is_taken else ()
+        job.leaving = entry = DepartingJob(job.request, job.attempt, target, job)
+        kind = {"is_copy": job.is_taken, "may_wait": not job.is_taken, "is_best_effort": not job.is_real_time}
+        return [self._sender.ask(entry, len(job.block_ids), **kind)]
+
+    def _left(self, entry: DepartingJob, how: HandoffEnd, now: float) -> Commands:
+        job = entry.job
+        job.leaving = None
+        if entry.target == job.bypass_to and how is not HandoffEnd.UNKNOWN:
+            job.bypass_to, job.is_taken = None, how is HandoffEnd.TAKEN
+            return self._leave(job)
+        is_optional = job.is_taken  # a decode worker has it, and the pool was to get a copy
+        if how is HandoffEnd.FAILED:
+            job.num_failed_copies += not entry.is_target_lost
+            if job.num_failed_copies < _MOST_COPIES and not (is_optional and entry.is_target_lost):
+                return self._leave(job) if job.num_failed_copies <= 1 else ()
+        match how:
+            case HandoffEnd.REFUSED if not is_optional:
+                reason = "the KV pool is too small for it"
+                reports = self._router.failed(job, FailureKind.UNSERVABLE, reason)
+            case HandoffEnd.FAILED | HandoffEnd.UNKNOWN if not is_optional:
+                reports = self._router.send(job.preempted(is_refused=how is HandoffEnd.FAILED))
+            case _:
+                reports = []
+        return [*reports, *self._forget(job)]
 
     # --- copies of earlier attempts
 
@@ -322,7 +371,7 @@ class PrefillLogic(WorkerLogic[PrefillJob]):
         self._removals.append(request.request.request_id)
         request.go(Stage.LEAVING)
         self._scheduler.leave(request.request.request_id)
-        return self._departure.begin(request)
+        return self._leave(request)
 
     @override
     def _end(self, request: PrefillJob) -> Commands:
@@ -362,6 +411,11 @@ class PrefillLogic(WorkerLogic[PrefillJob]):
             num_prefix_query_tokens=self._blocks.num_query_tokens,
             num_prefix_hit_tokens=self._blocks.num_hit_tokens,
         )
+
+
+def _contents_of(entry: DepartingJob, now: float) -> Contents:
+    job, generated = entry.job, tuple(entry.job.generated_token_ids)
+    return Contents(job.num_cached, generated, job.predicted_output_len, job.begun_s(now), service_s=0.0)
 
 
 def buffer_blocks_of(config: PrefillWorkerConfig, layout: BlockLayout, num_decode_workers: int) -> int:

@@ -55,9 +55,7 @@ class HeldRequests(WorkerBlocks[HeldRequest]):
         if prefixes is not None:
             self.state.held_blocks = self._shareable
         self._has_exact_swaps = memory.swap_width >= 1.0
-        self._to_copy: list[
-            tuple[HeldRequest, CachedBlock]
-        ] = []  # that the first own block of one that enters begins like
+        self._to_copy: list[tuple[HeldRequest, CachedBlock]] = []  # with which their first own blocks begin
         self.num_away = 0  # blocks of requests that are leaving or coming, in no row
         self.num_copying: Callable[[], int] = lambda: 0  # of these, blocks of copies to and from the pool
         self.is_copying_out = False  # the engine copies from blocks that may be free already: none may be loaded
