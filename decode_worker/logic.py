@@ -79,6 +79,7 @@ class DecodeLogic(WorkerLogic[BatchMember]):
         most = limits.max_running_requests
         running_batch = RunningBatch.of_worker(registered, most, state_blocks=state_blocks) if batch is None else batch
         self._batch: DecodeBatch = running_batch
+        self._by_id = self._batch.by_id
         knows_classes = limits.switch.best_effort_floor is not None
         self._candidates = Candidates(
             registered.pool_name, registered.block_size, knows_classes=knows_classes, state_blocks=state_blocks
@@ -229,7 +230,7 @@ class DecodeLogic(WorkerLogic[BatchMember]):
                 candidate.abort(attempt)
         running = self._batch.get(request_id)
         if running is not None and running.is_up_to(attempt):
-            if not self._iterations.is_running:
+            if not self._is_computing:
                 self._batch.drop(running)
             elif not running.is_aborted:
                 running.is_aborted = True
@@ -278,7 +279,7 @@ class DecodeLogic(WorkerLogic[BatchMember]):
 
     @override
     def _start_iteration(self, now: float) -> Commands:
-        if self._iterations.is_running:
+        if self._is_computing:
             return []
         commands: list[WorkerCommand] = [*self._evictions.evict_outgoing(now, self._pace.iteration_s())]
         if isinstance(self._batch, RunningBatch):
@@ -296,7 +297,7 @@ class DecodeLogic(WorkerLogic[BatchMember]):
             return commands
         self._num_iterations += 1
         has_changed, is_switching, alone_s = begun.has_changed, self._order.is_switching, begun.alone_s
-        self._iterations.start(now, begun.members, has_changed=has_changed, is_switching=is_switching, alone_s=alone_s)
+        self._begin_iteration(now, begun.members, has_changed=has_changed, is_switching=is_switching, alone_s=alone_s)
         return [begun.command, *commands]
 
     def _make_room(self, batch: RunningBatch) -> Commands:
@@ -317,10 +318,10 @@ class DecodeLogic(WorkerLogic[BatchMember]):
 
     @override
     def _completed(self, event: IterationCompleted, now: float) -> Commands:
-        duration_s = self._iterations.end(event, now)
+        duration_s = self._end_iteration(event, now)
         self._pace.note(duration_s)
         self._batch.completed(event, now, duration_s)
-        return self._iterations.outcome(event, self._batch)
+        return self._outcome(event)
 
     @override
     def _pass_ended(self, event: IterationCompleted, now: float) -> Commands:

@@ -102,7 +102,7 @@ class PrefillLogic(WorkerLogic[PrefillJob]):
         self._order = PlaceOrder(knows_classes=scheduler.prioritizes_real_time, floor=scheduler.best_effort_floor)
         self._blocks = JobBlocks(registered.num_blocks, registered.block_size, prefixes, state_blocks=state_blocks)
         self._in_flight: list[Slices] = []  # of iterations that have begun, an urgent one last
-        self._jobs: dict[RequestId, PrefillJob] = {}
+        self._by_id = self._jobs = dict[RequestId, PrefillJob]()
         self._buffers = CandidateBuffers(registered.pool_name)
         self._parts = (self._buffers,)
         self._additions: dict[RequestId, Addition] = {}  # entering with the next iteration
@@ -167,10 +167,6 @@ class PrefillLogic(WorkerLogic[PrefillJob]):
         return self._blocks.blocks_for(context_len) > self._registered.num_blocks
 
     @override
-    def _get(self, request_id: RequestId) -> PrefillJob | None:
-        return self._jobs.get(request_id)
-
-    @override
     def _add(self, message: PrefillRequest, now: float, *, is_new: bool) -> Commands:
         self._jobs[message.request.request_id] = job = PrefillJob.of(message, now)
         self._came(job)
@@ -189,7 +185,7 @@ class PrefillLogic(WorkerLogic[PrefillJob]):
             return ()
         if (leaving := self._sender.get(request_id)) is not None:
             return self._sender.abort(leaving)
-        is_computing = job.stage is Stage.HERE and self._iterations.is_running
+        is_computing = job.stage is Stage.HERE and self._is_computing
         return () if is_computing or job.is_copying else self._end(job)
 
     @override
@@ -273,7 +269,7 @@ class PrefillLogic(WorkerLogic[PrefillJob]):
 
     @override
     def _start_iteration(self, now: float) -> Commands:
-        is_urgent = self._iterations.is_running
+        is_urgent = self._is_computing
         if is_urgent and not (self._urgent_cycle.may_begin and self._scheduler.may_yield):
             return []
         requests = self._admit(now)
@@ -286,7 +282,7 @@ class PrefillLogic(WorkerLogic[PrefillJob]):
             return requests
         additions, self._additions = tuple(self._additions.values()), {}
         removals, self._removals = tuple(self._removals), []
-        self._iterations.start(now, [self._jobs[request_id] for request_id, _ in slices], has_changed=True)
+        self._begin_iteration(now, [self._jobs[request_id] for request_id, _ in slices], has_changed=True)
         self._in_flight.append(slices)
         copies, replacements = self._blocks.begin_copies(), self._blocks.take_replacements()
         states = self._blocks.begin_states(self._jobs, slices)
@@ -346,7 +342,7 @@ class PrefillLogic(WorkerLogic[PrefillJob]):
 
     @override
     def _completed(self, event: IterationCompleted, now: float) -> Commands:
-        duration_s = self._iterations.end(event, now)
+        duration_s = self._end_iteration(event, now)
         self._scheduler.completed(now, duration_s, event.grammar_s, is_urgent=event.is_urgent, turn_s=event.turn_s)
         members = [job for request_id, _ in self._in_flight.pop() if (job := self._jobs.get(request_id)) is not None]
         self._blocks.passed(members, event.failed)
@@ -359,7 +355,7 @@ class PrefillLogic(WorkerLogic[PrefillJob]):
                 job.first_token_s = now
         changed = self._blocks.changes()
         reports = self._router.send(changed) if changed is not None else ()
-        return [*reports, *self._iterations.outcome(event, self._jobs)]
+        return [*reports, *self._outcome(event)]
 
     @override
     def _pass_ended(self, event: IterationCompleted, now: float) -> Commands:

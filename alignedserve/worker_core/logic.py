@@ -30,7 +30,6 @@ from alignedserve.scheduling.scheduler import Scheduler
 from alignedserve.scheduling.yielding import UrgentPlans, Yielding
 from alignedserve.worker_core.block_peers import BlockPeers
 from alignedserve.worker_core.held_requests import HeldRequest, HeldRequests
-from alignedserve.worker_core.iteration_cycle import UrgentCycle
 from alignedserve.worker_core.moves import RequestMoves
 from alignedserve.worker_core.part import Commands, WorkerCommand, WorkerEvent
 from alignedserve.worker_core.plan_performer import PlanPerformer
@@ -38,7 +37,7 @@ from alignedserve.worker_core.pooled_decodes import PooledDecodes, is_of_link
 from alignedserve.worker_core.pooled_prefixes import PooledPrefixes
 from alignedserve.worker_core.request import with_prediction
 from alignedserve.worker_core.request_notes import Phases, WaitingRequest
-from alignedserve.worker_core.worker_logic import WorkerLogic
+from alignedserve.worker_core.worker_logic import UrgentCycle, WorkerLogic
 
 
 class UrgentPrompts:
@@ -143,6 +142,7 @@ class ColocatedLogic(WorkerLogic[HeldRequest]):
         self._prefixes = prefixes
         self._requests = HeldRequests(memory, prefixes)
         self._state = self._requests.state
+        self._by_id = self._requests.by_id
         self._members: tuple[HeldRequest, ...] = ()  # of the latest iteration
         self._are_prefilled = False  # all of them: then they stay so
         self._postponed: dict[RequestId, PrefillRequest] = {}  # until blocks that are held for moves are free again
@@ -203,10 +203,6 @@ class ColocatedLogic(WorkerLogic[HeldRequest]):
         return self._requests.blocks_for(message.request.max_context_len) > self._registered.num_blocks
 
     @override
-    def _get(self, request_id: RequestId) -> HeldRequest | None:
-        return self._requests.get(request_id)
-
-    @override
     def _add(self, message: PrefillRequest, now: float, *, is_new: bool) -> Commands:
         asked, does_wait = self._pooled.ask(message, now) if self._pooled is not None and is_new else ((), False)
         if not does_wait:
@@ -242,7 +238,7 @@ class ColocatedLogic(WorkerLogic[HeldRequest]):
     @override
     def _abort(self, request_id: RequestId, attempt: int | None = None) -> Commands:
         tracked = self._requests.get(request_id)
-        if tracked is not None and tracked.abort(attempt) and not self._iterations.is_running:
+        if tracked is not None and tracked.abort(attempt) and not self._is_computing:
             self._requests.drop(tracked)
         postponed = self._postponed.get(request_id)
         if postponed is not None and (attempt is None or postponed.attempt <= attempt):
@@ -253,7 +249,7 @@ class ColocatedLogic(WorkerLogic[HeldRequest]):
 
     @override
     def _start_iteration(self, now: float) -> Commands:
-        if self._iterations.is_running:
+        if self._is_computing:
             return self._start_urgent(now)
         commands = [command for part in reversed(self._parts) for command in part.leave(now)]
         if self._postponed:
@@ -281,7 +277,7 @@ class ColocatedLogic(WorkerLogic[HeldRequest]):
         has_changed = members != self._members
         if has_changed or not self._are_prefilled:
             self._are_prefilled = all(tracked.is_prefilled for tracked in members)
-        self._iterations.start(now, members, has_changed=has_changed, alone_s=plan.alone_s)
+        self._begin_iteration(now, members, has_changed=has_changed, alone_s=plan.alone_s)
         self._members = members
         if self._urgent is not None:
             self._urgent.pass_began(now)
@@ -290,7 +286,7 @@ class ColocatedLogic(WorkerLogic[HeldRequest]):
     def _start_urgent(self, now: float) -> Commands:
         if self._urgent is None or (iteration := self._urgent.begin(now)) is None:
             return ()
-        self._iterations.start(now, self._urgent.members, has_changed=True)
+        self._begin_iteration(now, self._urgent.members, has_changed=True)
         return [iteration]
 
     @override
@@ -300,15 +296,14 @@ class ColocatedLogic(WorkerLogic[HeldRequest]):
             self._state.note_forced(request_id, num_tokens)
         for request_id in event.skipped:
             self._state.note_skipped(request_id)
-        duration_s = self._iterations.end(event, now)
+        duration_s = self._end_iteration(event, now)
         self._scheduler.turns.note(event.turn_s)
         self._scheduler.completed(
             self._state, now=now, duration_s=duration_s, grammar_s=event.grammar_s, is_urgent=event.is_urgent
         )
-        by_id = self._requests.by_id
         may_be_new = event.is_urgent or not self._are_prefilled
-        has_prompts = may_be_new and any(not by_id[token.request_id].is_prefilled for token in event.sampled)
-        outcome = self._iterations.outcome(event, self._requests.by_id)
+        has_prompts = may_be_new and any(not self._by_id[token.request_id].is_prefilled for token in event.sampled)
+        outcome = self._outcome(event)
         # The tokens of the filled blocks are known by now, but of those that nobody waits for any more.
         self._requests.store_filled({*event.failed, *self._aborted_jumps(event)})
         if event.is_urgent and self._urgent is not None:
@@ -349,7 +344,7 @@ class ColocatedLogic(WorkerLogic[HeldRequest]):
 
     @override
     def _load(self, *, is_due: bool) -> WorkerLoad:
-        num_running = len(self._computing) if self._iterations.is_running else 0
+        num_running = len(self._computing) if self._is_computing else 0
         num_held_back = len(self._postponed) + (len(self._pooled) if self._pooled is not None else 0)
         prefixes = self._prefixes
         return WorkerLoad(

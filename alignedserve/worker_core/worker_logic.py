@@ -4,23 +4,76 @@ A worker is its requests, the one iteration that is in flight at a time, and par
 of them (logic.py). A prefill worker and a decode worker say in their own rooms what they do otherwise.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import ClassVar, Generic, TypeVar
 
+from alignedserve.core.errors import FailureKind
 from alignedserve.core.ids import RequestId
-from alignedserve.messages.events import PeerConnected, Received, Ticked
-from alignedserve.messages.gateways import AbortRequest
+from alignedserve.messages.events import PeerConnected, Received, SendTo, Ticked
+from alignedserve.messages.gateways import AbortRequest, PromptScored, TokensEmitted
 from alignedserve.messages.handshake import Role
-from alignedserve.messages.iterations import IterationCompleted
+from alignedserve.messages.iterations import IterationCompleted, joined
 from alignedserve.messages.workers import PrefillRequest, SetPredictedLength, WorkerLoad, WorkerRegistered
-from alignedserve.worker_core.iteration_cycle import IterationCycle, UrgentCycle
 from alignedserve.worker_core.iteration_log import IterationLog
-from alignedserve.worker_core.part import Commands, Part, WorkerEvent
+from alignedserve.worker_core.part import Commands, Part, WorkerCommand, WorkerEvent
 from alignedserve.worker_core.request import WorkerRequest
 from alignedserve.worker_core.request_notes import Phases, WaitingRequest
 from alignedserve.worker_core.router_link import RouterLink
 
 RequestT = TypeVar("RequestT", bound=WorkerRequest)
+
+_NO_LOGITS = (FailureKind.INTERNAL, "the model gave no usable logits")
+
+
+class UrgentCycle:
+    """What has come during the pass in flight, whether an urgent iteration runs, and the end of the pass that waits.
+
+    One urgent iteration at a time. A pass that ends before it could stop is dealt with after the urgent one.
+    """
+
+    def __init__(self) -> None:
+        self._came: dict[RequestId, None] = {}  # and have no token yet
+        self._has_news = False  # since they were last asked for
+        self._is_running = False
+        self._kept: IterationCompleted | None = None
+
+    @property
+    def may_begin(self) -> bool:
+        return self._has_news and not self._is_running
+
+    def came(self, request_id: RequestId) -> None:
+        self._came[request_id] = None
+        self._has_news = True
+
+    def pass_began(self) -> None:
+        self._came.clear()
+        self._has_news = False
+
+    def ask(self) -> list[RequestId]:
+        """Return, in order, the requests of which an urgent iteration may be made now."""
+        self._has_news = False
+        return list(self._came)
+
+    def keep(self, request_ids: Iterable[RequestId]) -> None:
+        self._came = dict.fromkeys(request_ids)
+
+    def began(self) -> None:
+        assert not self._is_running, "two urgent iterations at once"
+        self._is_running = True
+
+    def keeps(self, event: IterationCompleted) -> bool:
+        """Keep the end of the pass until that of the urgent iteration; return whether it did."""
+        if event.is_urgent or not self._is_running:
+            return False
+        self._kept = event
+        return True
+
+    def end(self) -> IterationCompleted | None:
+        """Note the end of the urgent iteration; return the end of the pass, if it was kept."""
+        assert self._is_running, "an urgent iteration ended that was not begun"
+        self._is_running, self._has_news = False, bool(self._came)
+        ended_pass, self._kept = self._kept, None
+        return ended_pass
 
 
 class WorkerLogic(Generic[RequestT]):
@@ -35,14 +88,10 @@ class WorkerLogic(Generic[RequestT]):
         self._router = RouterLink(registered)
         self.iteration_log = IterationLog()
         self._urgent_cycle = UrgentCycle()
-        leaves = self.phases is Phases.PREFILL  # with its first token
-        self._iterations: IterationCycle[RequestT] = IterationCycle(
-            router=self._router,
-            eos_token_ids=eos_token_ids,
-            release=self._end,
-            proceed=self._depart if leaves else None,
-            iteration_log=None if leaves else self.iteration_log,
-        )
+        self._eos_token_ids = eos_token_ids
+        self._has_log = self.phases is not Phases.PREFILL
+        self._by_id: Mapping[RequestId, RequestT] = {}  # requests that it computes, or will
+        self._started: list[tuple[float, bool]] = []  # of iterations in flight, and is it logged; an urgent one last
 
     def on_event(self, event: WorkerEvent, now: float) -> Commands:
         """Return the commands that follow."""
@@ -86,16 +135,13 @@ class WorkerLogic(Generic[RequestT]):
         aborted = self._abort(request_id, message.attempt - 1)
         if self._never_fits(message):  # it would wait for ever, and all behind it
             return [*aborted, *self._router.too_large(message, self.kind)]
-        earlier = self._get(request_id)
+        earlier = self._by_id.get(request_id)
         if earlier is not None:
             earlier.successor, earlier.successor_s = message, now
             return aborted
         return [*aborted, *self._add(message, now, is_new=is_new)]
 
     def _never_fits(self, message: PrefillRequest) -> bool:
-        raise NotImplementedError
-
-    def _get(self, request_id: RequestId) -> RequestT | None:
         raise NotImplementedError
 
     def _add(self, message: PrefillRequest, now: float, *, is_new: bool) -> Commands:
@@ -112,8 +158,31 @@ class WorkerLogic(Generic[RequestT]):
 
     # --- iterations
 
+    @property
+    def _is_computing(self) -> bool:
+        return bool(self._started)
+
     def _start_iteration(self, now: float) -> Commands:
         raise NotImplementedError
+
+    def _begin_iteration(
+        self,
+        now: float,
+        members: Collection[RequestT],
+        *,
+        has_changed: bool,
+        is_switching: bool = False,
+        alone_s: float = 0.0,
+    ) -> None:
+        """Begin an iteration of these requests; `has_changed`: others than in the last. `alone_s`: of its real-time
+        part. One without requests only copies, and is not logged. One that begins within another is urgent, and ends
+        before it."""
+        is_logged = self._has_log and bool(members)
+        self._started.append((now, is_logged))
+        if is_logged:
+            self.iteration_log.iteration_started(
+                now, members, has_changed=has_changed, is_switching=is_switching, alone_s=alone_s
+            )
 
     def _iteration_completed(self, event: IterationCompleted, now: float) -> Commands:
         if self._urgent_cycle.keeps(event):
@@ -123,6 +192,52 @@ class WorkerLogic(Generic[RequestT]):
             return [*commands, *self._pass_ended(event, now)]
         ended_pass = self._urgent_cycle.end()
         return commands if ended_pass is None else [*commands, *self._iteration_completed(ended_pass, now)]
+
+    def _end_iteration(self, event: IterationCompleted, now: float) -> float:
+        """Return how long it took."""
+        assert self._started, "an iteration ended that was not started"
+        started_s, is_logged = self._started.pop()
+        if is_logged:
+            self.iteration_log.iteration_completed(now, event)
+        return event.duration_s(started_s, now)
+
+    def _outcome(self, event: IterationCompleted) -> Commands:
+        """Add the sampled tokens to their requests; return the messages: prompt scores first, reports to the router
+        last."""
+        commands: list[WorkerCommand] = []
+        requests = self._by_id
+        scored = [
+            SendTo(
+                requests[scores.request_id].request.reply_to,
+                PromptScored(scores.request_id, scores.first_position, scores.entries),
+            )
+            for scores in event.prompt_scores
+        ]
+        eos_token_ids, leaves = self._eos_token_ids, self.phases is Phases.PREFILL  # with the first token
+        sampled = [
+            (running.request.reply_to, running, running.append(token, eos_token_ids))
+            for token in event.sampled
+            if not (running := requests[token.request_id]).is_aborted
+        ]
+        for _, running, delta in sampled:
+            if not running.is_prefilled:
+                running.is_prefilled = True
+                commands += self._router.prefilled(running)
+            if delta.finish_reason is not None:
+                commands += self._end(running)
+                commands += self._router.finished(running)
+            elif leaves:
+                commands += self._depart(running)
+        reasons = dict(event.reasons)
+        for request_id in event.failed:
+            running = requests[request_id]
+            commands += self._end(running)
+            commands += self._router.failed(running, *reasons.get(request_id, _NO_LOGITS))
+        emitted: list[SendTo] = []
+        for address in dict.fromkeys([gateway for gateway, _, _ in sampled]):  # few: a pass each is cheaper
+            deltas = [delta for gateway, _, delta in sampled if gateway == address]
+            emitted += [SendTo(address, TokensEmitted(tuple(joined(deltas) if event.forced else deltas)))]
+        return [*scored, *emitted, *commands]
 
     def _completed(self, event: IterationCompleted, now: float) -> Commands:
         raise NotImplementedError

@@ -1,6 +1,6 @@
 """The running batch and this worker's blocks: members, their growth, and the blocks that the next iterations need."""
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from alignedserve.core.block_allocator import BlockAllocator, blocks_for
@@ -145,6 +145,10 @@ class RunningBatch:
 
     def __getitem__(self, request_id: RequestId) -> RunningRequest:
         return self._running[request_id]
+
+    @property
+    def by_id(self) -> Mapping[RequestId, RunningRequest]:
+        return self._running
 
     def get(self, request_id: RequestId) -> RunningRequest | None:
         return self._running.get(request_id)

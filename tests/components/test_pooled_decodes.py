@@ -13,10 +13,10 @@ from alignedserve.core.request import RequestClass, SamplingParams
 from alignedserve.process.process_spec import POOL
 from alignedserve.runtime.kv.shm_arena import Arena
 from alignedserve.scheduling.yielding import StoppablePass, YieldConfig, Yielding
-from alignedserve.worker_core.iteration_cycle import UrgentCycle
 from alignedserve.worker_core.logic import ColocatedLogic
 from alignedserve.worker_core.pooled_decodes import PooledDecodes
 from alignedserve.worker_core.service import Worker
+from alignedserve.worker_core.worker_logic import UrgentCycle
 from kvpool.logic import PoolLogic
 from kvpool.service import KvPool
 from tests.components.work import check, growing_prompts

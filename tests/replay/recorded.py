@@ -163,7 +163,7 @@ def _worker_maker(config: SimConfig, logic: Any, role: Role) -> "partial[Any] | 
     common: dict[str, Any] = {
         "registered": logic._registered,
         "scheduling": cluster.scheduling,
-        "eos_token_ids": logic._iterations._eos_token_ids,
+        "eos_token_ids": logic._eos_token_ids,
     }
     if role is Role.PREFILL_WORKER:
         common |= {"prefix_cache": cluster.prefix_cache, "num_layers": config.layout.num_layers}
