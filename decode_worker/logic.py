@@ -184,7 +184,7 @@ class DecodeLogic(WorkerLogic[BatchMember]):
 
     def _records_of(self, request_id: RequestId) -> list[WorkerRequest]:
         waiting, running = self._candidates.get(request_id), self._batch.get(request_id)
-        moving = self._batch.loading.get(request_id), self._evictions.get(request_id)
+        moving = self._batch.loading.candidate(request_id), self._evictions.get(request_id)
         return [record for record in (waiting, running, *moving) if record is not None]
 
     def _reserve(self, peer: str, message: ReserveBlocks) -> Commands:
@@ -225,7 +225,7 @@ class DecodeLogic(WorkerLogic[BatchMember]):
         waiting = self._candidates.get(request_id)
         if waiting is not None and waiting.is_up_to(attempt):
             commands += self._candidates.abort(request_id)
-        for candidate in (self._batch.loading.get(request_id), self._evictions.get(request_id)):
+        for candidate in (self._batch.loading.candidate(request_id), self._evictions.get(request_id)):
             if candidate is not None:
                 candidate.abort(attempt)
         running = self._batch.get(request_id)

@@ -1,6 +1,6 @@
 """Construction of elastic workers' logics, for live workers and for simulated ones, and what decode workers share."""
 
-import msgspec
+from typing import Any
 
 from alignedserve.config.sections import DecodeWorkerConfig, PrefixCacheConfig, SchedulingConfig
 from alignedserve.core.block_layout import BlockLayout
@@ -21,27 +21,11 @@ def max_held(config: DecodeWorkerConfig) -> int:
 
 
 def colocated_registration(
-    layout: BlockLayout,
-    num_blocks: int,
-    config: DecodeWorkerConfig,
-    *,
-    pool_name: str = "",
-    can_move: bool = False,
-    node: str = "",
-    max_adapters: int = 0,
+    layout: BlockLayout, num_blocks: int, config: DecodeWorkerConfig, **fields: Any
 ) -> WorkerRegistered:
-    registered = registration_of(
-        layout,
-        num_blocks,
-        max_held(config),
-        pool_name,
-        node=node,
-        can_prefill=True,
-        can_decode=True,
-        max_adapters=max_adapters,
-        num_active=num_active(config),
-    )
-    return msgspec.structs.replace(registered, can_move=can_move, num_places=config.max_running_requests)
+    """`fields`: others of WorkerRegistered."""
+    fields |= {"num_active": num_active(config), "num_places": config.max_running_requests}
+    return registration_of(layout, num_blocks, max_held(config), can_prefill=True, can_decode=True, **fields)
 
 
 def memory_of(

@@ -4,7 +4,7 @@ import logging
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -12,7 +12,13 @@ from typing import Any
 
 import orjson
 
-from alignedserve.config.sections import DecodeWorkerConfig, EngineConfig, PrefixCacheConfig, SchedulingConfig
+from alignedserve.config.sections import (
+    DecodeWorkerConfig,
+    EngineConfig,
+    PrefillWorkerConfig,
+    PrefixCacheConfig,
+    SchedulingConfig,
+)
 from alignedserve.core.block_layout import BlockLayout
 from alignedserve.core.plugins import load_plugin
 from alignedserve.messages.iterations import RelayBlocks, RunIteration
@@ -141,9 +147,9 @@ class Worker:
 
 @dataclass(frozen=True, slots=True)
 class WorkerStart:
-    """What a worker that decodes is started with."""
+    """What a worker is started with, and what follows for any kind."""
 
-    config: DecodeWorkerConfig
+    config: DecodeWorkerConfig | PrefillWorkerConfig
     scheduling: SchedulingConfig
     engine: EngineConfig
     served: ServedModel
@@ -154,24 +160,59 @@ class WorkerStart:
         return self.served.block_layout(self.engine.block_size)
 
     @property
-    def hidden_block_tokens(self) -> int | None:
-        return hidden_block_tokens(self.served, self.scheduling, self.engine.block_size)
-
-    @property
     def shared_device(self) -> SharedDevice | None:
         return shared_device_of(self.process_spec, self.engine)
 
-    def sizes(self, max_sequences: int) -> EngineSizes:
+    def sizes(self, max_sequences: int, **fields: Any) -> EngineSizes:
+        """`fields`: others of EngineSizes."""
         return EngineSizes(
             self.config.kv_cache_bytes,
             max_sequences,
             self.engine.block_size,
+            loads_quietly=self.process_spec.joins_others,
+            max_tokens=self.config.max_num_batched_tokens,
+            **fields,
+        ).configured(self.engine)
+
+    def arguments(self, executor: Executor, measured_s: float) -> dict[str, Any]:
+        """Return the arguments of every logic but `registered`. `measured_s`: for which iterations are measured."""
+        return {
+            "config": self.config,
+            "scheduling": self.scheduling,
+            "eos_token_ids": executor.eos_token_ids,
+            "measured": executor.measure_iterations(measured_s, self.config.max_num_batched_tokens),
+        }
+
+    def registered(self) -> dict[str, Any]:
+        """Return fields of the registration of every worker."""
+        spec = self.process_spec
+        max_adapters = self.served.lora.max_worker_adapters
+        return {"pool_name": spec.pool_name, "node": spec.addresses.node, "max_adapters": max_adapters}
+
+    async def started(self, worker: Worker, *, listens: bool = False) -> Worker:
+        spec = self.process_spec
+        await worker.start(router_at=spec.router_name, listen_at=spec.name if listens else None)
+        return worker
+
+
+@dataclass(frozen=True, slots=True)
+class DecodingStart(WorkerStart):
+    """The same of a worker that decodes."""
+
+    config: DecodeWorkerConfig
+
+    @property
+    def hidden_block_tokens(self) -> int | None:
+        return hidden_block_tokens(self.served, self.scheduling, self.engine.block_size)
+
+    def decoding_sizes(self, max_sequences: int, **fields: Any) -> EngineSizes:
+        return self.sizes(
+            max_sequences,
             has_int8_swaps=self.config.has_int8_swaps,
             hidden_block_tokens=self.hidden_block_tokens,
-            loads_quietly=self.process_spec.joins_others,
             swap_space_bytes=swapped_bytes(self.config.swap_space_bytes, self.scheduling),
             max_running=self.config.max_running_requests,
-            max_tokens=self.config.max_num_batched_tokens,
+            **fields,
         )
 
     def share_weights(self) -> None:
@@ -200,61 +241,43 @@ async def start_colocated_worker(
 ) -> Worker:
     """Start a worker that computes prompts and tokens. `lending`: None: requests do not move."""
     scheduling = with_yielding(scheduling, can_stop=can_stop(engine_config.device, served), decodes_here=True)
-    start = WorkerStart(config, scheduling, engine_config, served, process_spec)
+    start = DecodingStart(config, scheduling, engine_config, served, process_spec)
     stages = load_plugin("stages").far_stages(process_spec) if served.num_hosts > 1 else None
-    sizes = _colocated_sizes(start, lending)
+    can_move = lending is not None
+    sizes = start.decoding_sizes(
+        max_held(config),
+        wants_shared_blocks=wants_shared_blocks(scheduling, can_move=can_move, has_int8_swaps=config.has_int8_swaps),
+        lent_bytes=0 if lending is None else lending.buffer_bytes,
+        stops_passes=bool(scheduling.yield_between_layers),
+    )
     executor = make_executor(served, sizes, process_spec.progress_path(), start.shared_device, stages)
     start.share_weights()
     if served.encoder is not None:  # what a token's block holds depends on the tokens after it
         prefix_cache = PrefixCacheConfig(enabled=False)
     prefix_pool = process_spec.pool_name if prefix_cache.pool_bytes else None
     decode_pool = process_spec.pool_name if config.pool_bytes else None
+    layout, fields = start.layout, start.registered()
     make = partial(
         make_colocated_logic,
-        registered=colocated_registration(
-            start.layout,
-            executor.num_blocks,
-            config,
-            pool_name=process_spec.pool_name,
-            can_move=lending is not None,
-            node=process_spec.addresses.node,
-            max_adapters=served.lora.max_worker_adapters,
-        ),
+        registered=colocated_registration(layout, executor.num_blocks, config, can_move=can_move, **fields),
         memory=start.memory(executor),
-        config=config,
-        scheduling=scheduling,
-        eos_token_ids=executor.eos_token_ids,
-        measured=executor.measure_iterations(engine_config.calibration_s, config.max_num_batched_tokens),
         prefix_cache=prefix_cache,
         prefix_pool=prefix_pool,
         decode_pool=decode_pool,
-        num_layers=num_stops(start.layout, engine_config.device),
-        has_states=start.layout.state_bytes > 0,
+        num_layers=num_stops(layout, engine_config.device),
+        has_states=layout.state_bytes > 0,
+        **start.arguments(executor, engine_config.calibration_s),
     )
+    memory = None
+    if lending is not None:
+        budget = BufferBudget(layout.blocks_in(lending.buffer_bytes), lending.peers, may_grow=True)
+        memory = make_candidate_memory(executor, budget, process_spec, engine_config)
     worker = Worker(
         make=make,
         executor=executor,
         process_spec=process_spec,
-        memory=None if lending is None else _lent_memory(start, lending, executor),
+        memory=memory,
         pool_at=prefix_pool or decode_pool,
         transport=engine_config.kv_transport,
     )
-    await worker.start(router_at=process_spec.router_name, listen_at=process_spec.name if lending is not None else None)
-    return worker
-
-
-def _colocated_sizes(start: WorkerStart, lending: Lending | None) -> EngineSizes:
-    has_int8_swaps = start.config.has_int8_swaps
-    return replace(
-        start.sizes(max_held(start.config)),
-        wants_shared_blocks=wants_shared_blocks(
-            start.scheduling, can_move=lending is not None, has_int8_swaps=has_int8_swaps
-        ),
-        lent_bytes=0 if lending is None else lending.buffer_bytes,
-        stops_passes=bool(start.scheduling.yield_between_layers),
-    ).configured(start.engine)
-
-
-def _lent_memory(start: WorkerStart, lending: Lending, executor: Executor) -> CandidateMemory:
-    budget = BufferBudget(start.layout.blocks_in(lending.buffer_bytes), lending.peers, may_grow=True)
-    return make_candidate_memory(executor, budget, start.process_spec, start.engine)
+    return await start.started(worker, listens=can_move)

@@ -29,34 +29,18 @@ class Begun(NamedTuple):
     alone_s: float = 0.0  # of its real-time part, as in the plan
 
 
-class LoadingCandidates:
+class LoadingCandidates(dict[RequestId, LoadingCandidate]):
     """Candidates whose caches are being copied in, with the blocks that they are copied into."""
 
-    def __init__(self) -> None:
-        self._entries: dict[RequestId, LoadingCandidate] = {}
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def __contains__(self, request_id: RequestId) -> bool:
-        return request_id in self._entries
-
-    def get(self, request_id: RequestId) -> Candidate | None:
-        entry = self._entries.get(request_id)
-        return entry.candidate if entry is not None else None
+    def candidate(self, request_id: RequestId) -> Candidate | None:
+        return self[request_id].candidate if request_id in self else None
 
     def candidates(self) -> list[Candidate]:
-        return [entry.candidate for entry in self._entries.values()]
+        return [entry.candidate for entry in self.values()]
 
     def growth(self, block_size: int, state_blocks: int = 0) -> int:
-        entries = self._entries.values()
+        entries = self.values()
         return sum(growth_of(entry.candidate, len(entry.block_ids) - state_blocks, block_size) for entry in entries)
-
-    def add(self, loading: LoadingCandidate) -> None:
-        self._entries[loading.candidate.request.request_id] = loading
-
-    def pop(self, request_id: RequestId) -> LoadingCandidate:
-        return self._entries.pop(request_id)
 
 
 def growth_of(request: WorkerRequest, num_held: int, block_size: int) -> int:
@@ -201,7 +185,7 @@ class RunningBatch:
             self._foreseen += growth_of(
                 loading.candidate, len(loading.block_ids) - self._state_blocks, self._block_size
             )
-        self.loading.add(loading)
+        self.loading[loading.candidate.request.request_id] = loading
 
     def loaded(self, request_id: RequestId) -> LoadingCandidate:
         self._foreseen = None

@@ -238,7 +238,7 @@ class ScheduledBatch(HeldRequests):
 
     def load(self, loading: LoadingCandidate) -> None:
         # Its row stays for now: iterations know rows by number.
-        self.loading.add(loading)
+        self.loading[loading.candidate.request.request_id] = loading
 
     def loaded(self, request_id: RequestId) -> LoadingCandidate:
         return self.loading.pop(request_id)
