@@ -7,10 +7,7 @@ from alignedserve.cluster.local_ray.worker_template import TemplateLoads, Worker
 from alignedserve.config.environment import ray_address
 
 # In the order in which they are wanted: a worker has a model to load, and all else waits for that.
-_OF_WORKERS = (
-    *("torch", "alignedserve.worker_core.service", "decode_worker.service", "prefill_worker.service"),
-    *("kvpool.service", "router.service"),
-)
+_OF_WORKERS = ("torch", "decode_worker.service", "prefill_worker.service", "kvpool.service", "router.service")
 _OF_GATEWAYS = ("starlette.applications", "alignedserve.api.endpoints", "alignedserve.gateway.start")
 _OF_BATCHES = ("alignedserve.batch_worker.service",)
 _LOADS = TemplateLoads(

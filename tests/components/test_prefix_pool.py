@@ -55,7 +55,7 @@ def loaded(cluster: RoomCluster, name: str) -> int:
     assert isinstance(worker._driver._logic, ColocatedLogic)
     pooled = worker._driver._logic._pooled
     assert pooled is not None
-    pooled.loads._tokens_per_s = lambda: 1.0  # the tiny model computes faster than anything can be asked
+    pooled._tokens_per_s = lambda: 1.0  # the tiny model computes faster than anything can be asked
     return pooled.num_loaded_tokens
 
 

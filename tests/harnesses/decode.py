@@ -1,5 +1,6 @@
 """A decode worker to tell things to: twenty blocks of four tokens, four requests."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from alignedserve.core.ids import BatchId, LeaseId, RequestId
@@ -103,7 +104,7 @@ class DecodeHarness:
         """Grant requests, load those that may enter at once, and return what follows from that."""
         return self.all_loaded(self.grant(*handoffs, **batch))
 
-    def all_loaded(self, commands: list[WorkerCommand]) -> list[WorkerCommand]:
+    def all_loaded(self, commands: Sequence[WorkerCommand]) -> list[WorkerCommand]:
         return [one for command in loads(commands) for one in self.loaded(command)]
 
     def offloaded(
@@ -167,15 +168,15 @@ def run(*additions: Addition, removals: tuple[str, ...] = (), grown: Any = (), s
     return RunIteration(tuple(map(RequestId, removals)), additions, extensions, parts)
 
 
-def runs(commands: list[WorkerCommand]) -> list[RunIteration]:
+def runs(commands: Sequence[WorkerCommand]) -> list[RunIteration]:
     return [one for one in commands if isinstance(one, RunIteration)]
 
 
-def loads(commands: list[WorkerCommand]) -> list[LoadBlocks]:
+def loads(commands: Sequence[WorkerCommand]) -> list[LoadBlocks]:
     return [one for one in commands if isinstance(one, LoadBlocks)]
 
 
-def offloads(commands: list[WorkerCommand]) -> list[OffloadBlocks]:
+def offloads(commands: Sequence[WorkerCommand]) -> list[OffloadBlocks]:
     return [one for one in commands if isinstance(one, OffloadBlocks)]
 
 

@@ -1,5 +1,7 @@
 """The way of an iteration log's sums: from the decode worker to the router, added up there, to every gateway."""
 
+from collections.abc import Sequence
+
 from alignedserve.core.request import SampledToken
 from alignedserve.costmodel.model import ShownSpeed
 from alignedserve.messages.caches import BatchGranted, Handoff
@@ -19,7 +21,7 @@ from tests.support.marks import each
 from tests.support.samples import DECODE, POOL, R1, ROUTER, TOTALS, handoff, request, worker
 
 
-def reports(commands: list[WorkerCommand]) -> list[IterationLogReport]:
+def reports(commands: Sequence[WorkerCommand]) -> list[IterationLogReport]:
     return [one.message for one in commands if isinstance(one, Send) and isinstance(one.message, IterationLogReport)]
 
 
