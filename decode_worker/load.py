@@ -12,7 +12,7 @@ from alignedserve.messages.request_notes import Cause
 from alignedserve.messages.workers import PACKED_FROM, JoinedBatch, WorkerLoad
 from alignedserve.scheduling.policy import IterationHistory
 from alignedserve.worker_core.candidate import Candidate
-from alignedserve.worker_core.request import Stage
+from alignedserve.worker_core.request import CacheStage
 from alignedserve.worker_core.request_notes import WaitingRequest
 from decode_worker.batching.batch_order import BatchOrder
 from decode_worker.batching.candidates import Candidates
@@ -71,7 +71,7 @@ class LoadCounter:
     def _cause_of(self, candidate: Candidate) -> Cause:
         if not self._order.joins_running(candidate):
             return Cause.EARLIER_BATCH
-        if candidate.stage is Stage.PREFETCHING:
+        if candidate.stage is CacheStage.PREFETCHING:
             return Cause.PREFETCH
         if not self._batch.has_place:
             return Cause.BATCH_FULL
@@ -81,7 +81,7 @@ class LoadCounter:
     def _count_waiting(self) -> _CandidateCounts:
         versions = (self._candidates.version, self._order.version)
         if versions != self._waiting_of:
-            staying = [candidate for candidate in self._candidates if candidate.stage is not Stage.RETURNING]
+            staying = [candidate for candidate in self._candidates if candidate.stage is not CacheStage.RETURNING]
             num_joining = sum(self._order.joins_running(candidate) for candidate in staying)
             num_blocks = sum(self._batch.blocks_for(candidate.context_len) for candidate in staying)
             self._waiting_of = versions

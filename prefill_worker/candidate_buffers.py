@@ -30,8 +30,8 @@ from alignedserve.messages.events import PeerConnected, Received, Send
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.iterations import BlocksRelayed, BufferOpened, RelayBlocks
 from alignedserve.worker_core.handoff import Contents, HandoffEnd, HandoffStage, Lender, Outgoing, Sender
-from alignedserve.worker_core.part import Commands, Part, WorkerCommand, WorkerEvent
-from alignedserve.worker_core.request import Stage
+from alignedserve.worker_core.part import Commands, WorkerCommand, WorkerEvent, WorkerPart
+from alignedserve.worker_core.request import CacheStage
 from prefill_worker.state import PrefillJob
 
 _OUTCOMES = {HandoffEnd.TAKEN: ReturnOutcome.TAKEN, HandoffEnd.UNKNOWN: ReturnOutcome.UNKNOWN}
@@ -50,7 +50,7 @@ class _WaitingCopy(NamedTuple):
     returning: _Returning | None = None
 
 
-class CandidateBuffers(Part):
+class CandidateBuffers(WorkerPart):
     """Copies between the pool and the buffers, and the decode workers that they are for."""
 
     def __init__(self, pool_name: str) -> None:
@@ -233,10 +233,10 @@ class PlaceOrder:
     def of(self, jobs: Iterable[PrefillJob], now: float) -> list[PrefillJob]:
         waiting, placed = [], 0
         for job in jobs:
-            if job.stage is Stage.WAITING:
+            if job.stage is CacheStage.WAITING:
                 waiting.append(job)
             else:
-                placed += job.stage is not Stage.LEAVING and not job.is_real_time
+                placed += job.stage is not CacheStage.LEAVING and not job.is_real_time
         if not self.knows_classes:
             return waiting
         by_class: dict[TurnClass, list[PrefillJob]] = {turn_class: [] for turn_class in TurnClass}

@@ -59,7 +59,7 @@ from alignedserve.scheduling.factory import limits_of, make_iteration_scheduler,
 from alignedserve.scheduling.iteration_scheduler import IterationScheduler, Slices
 from alignedserve.worker_core.handoff import Contents, HandoffEnd, Outgoing, Sender
 from alignedserve.worker_core.part import Commands, WorkerCommand, WorkerEvent
-from alignedserve.worker_core.request import Stage
+from alignedserve.worker_core.request import CacheStage
 from alignedserve.worker_core.request_notes import Phases, WaitingRequest
 from alignedserve.worker_core.router_link import with_speed
 from alignedserve.worker_core.worker_logic import WorkerLogic
@@ -153,7 +153,7 @@ class PrefillLogic(WorkerLogic[PrefillJob]):
         if peer == self._pool:
             self._pool = None
             commands += self._buffers.pool_disconnected(now)
-            for job in [job for job in self._jobs.values() if job.stage is Stage.ASKING]:
+            for job in [job for job in self._jobs.values() if job.stage is CacheStage.ASKING]:
                 self._enter(job, 0, now)
         elif role is Role.DECODE_WORKER:
             commands += self._buffers.disconnected(peer)
@@ -185,12 +185,12 @@ class PrefillLogic(WorkerLogic[PrefillJob]):
             return ()
         if (leaving := self._sender.get(request_id)) is not None:
             return self._sender.abort(leaving)
-        is_computing = job.stage is Stage.HERE and self._is_computing
+        is_computing = job.stage is CacheStage.HERE and self._is_computing
         return () if is_computing or job.is_copying else self._end(job)
 
     @override
     def _tick(self, now: float) -> Commands:
-        departing = [job for job in self._jobs.values() if job.stage is Stage.LEAVING and job.leaving is None]
+        departing = [job for job in self._jobs.values() if job.stage is CacheStage.LEAVING and job.leaving is None]
         return [command for job in departing for command in self._leave(job)]
 
     def _leave(self, job: PrefillJob) -> Commands:
@@ -228,21 +228,21 @@ class PrefillLogic(WorkerLogic[PrefillJob]):
     def _copy_granted(self, message: CopyGranted, now: float) -> Commands:
         handoff = message.handoff
         job = self._jobs.get(handoff.request.request_id)
-        if job is None or job.attempt != message.attempt or job.stage is not Stage.ASKING:
+        if job is None or job.attempt != message.attempt or job.stage is not CacheStage.ASKING:
             return self._release(handoff.lease_id)
         # A copy of more blocks than the job has would not fit into them.
         does_fit = self._blocks.blocks_for(handoff.copy.context_len) <= len(job.block_ids)
         if not does_fit or not self._num_usable(job, handoff):
             self._enter(job, 0, now)
             return self._release(handoff.lease_id)
-        job.go(Stage.LOADING)
+        job.go(CacheStage.LOADING)
         job.handoff = handoff
         load = Load(job.request.request_id, handoff.copy, tuple(job.block_ids))
         return [LoadBlocks(self._registered.pool_name, (load,))]
 
     def _copy_missing(self, message: CopyMissing, now: float) -> Commands:
         job = self._jobs.get(message.request_id)
-        if job is not None and job.attempt == message.attempt and job.stage is Stage.ASKING:
+        if job is not None and job.attempt == message.attempt and job.stage is CacheStage.ASKING:
             self._enter(job, 0, now)
         return []
 
@@ -291,7 +291,7 @@ class PrefillLogic(WorkerLogic[PrefillJob]):
 
     def _choose_urgent(self, now: float) -> Slices:
         came = [self._jobs[request_id] for request_id in self._urgent_cycle.ask() if request_id in self._jobs]
-        ready = [job.request.request_id for job in came if job.stage is Stage.HERE and not job.is_aborted]
+        ready = [job.request.request_id for job in came if job.stage is CacheStage.HERE and not job.is_aborted]
         slices = self._scheduler.choose_urgent(ready, now)
         if slices:
             self._urgent_cycle.began()
@@ -316,14 +316,14 @@ class PrefillLogic(WorkerLogic[PrefillJob]):
             self._order.note(job, now)
             num_holding += 1
             if job.has_copy and self._pool is not None:
-                job.go(Stage.ASKING)
+                job.go(CacheStage.ASKING)
                 requests.append(Send(self._pool, FetchCopy(job.request.request_id, job.attempt)))
             else:
                 self._enter(job, job.num_hit_tokens, now)
         return requests
 
     def _enter(self, job: PrefillJob, num_cached: int, now: float) -> None:
-        job.go(Stage.HERE)
+        job.go(CacheStage.HERE)
         job.num_passed = num_cached
         self._came(job)
         generated, predicted = len(job.generated_token_ids), job.predicted_output_len
@@ -365,7 +365,7 @@ class PrefillLogic(WorkerLogic[PrefillJob]):
     @override
     def _depart(self, request: PrefillJob) -> Commands:
         self._removals.append(request.request.request_id)
-        request.go(Stage.LEAVING)
+        request.go(CacheStage.LEAVING)
         self._scheduler.leave(request.request.request_id)
         return self._leave(request)
 
@@ -373,7 +373,7 @@ class PrefillLogic(WorkerLogic[PrefillJob]):
     def _end(self, request: PrefillJob) -> Commands:
         request_id = request.request.request_id
         released = self._release(request.handoff.lease_id) if request.handoff is not None else ()
-        was_added = self._additions.pop(request_id, None) is None and request.stage is Stage.HERE
+        was_added = self._additions.pop(request_id, None) is None and request.stage is CacheStage.HERE
         if was_added and request_id not in self._removals:
             self._removals.append(request_id)
         return [*released, *self._forget(request)]

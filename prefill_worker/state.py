@@ -7,7 +7,7 @@ from alignedserve.messages.caches import Handoff
 from alignedserve.messages.request_notes import Cause
 from alignedserve.messages.workers import PrefillRequest
 from alignedserve.worker_core.handoff import HandoffStage, Outgoing
-from alignedserve.worker_core.request import Stage
+from alignedserve.worker_core.request import CacheStage
 from alignedserve.worker_core.worker_blocks import BlockHolder
 
 
@@ -15,7 +15,7 @@ from alignedserve.worker_core.worker_blocks import BlockHolder
 class PrefillJob(BlockHolder):
     """One request on this worker."""
 
-    stage: Stage = field(default=Stage.WAITING, kw_only=True)
+    stage: CacheStage = field(default=CacheStage.WAITING, kw_only=True)
     is_retry: bool = False  # assigned to a worker before
     has_copy: bool = False  # the pool may keep a copy of it from then
     handoff: Handoff | None = None  # the pool's copy of an earlier attempt, to begin from
@@ -48,12 +48,12 @@ class PrefillJob(BlockHolder):
 
     @property
     def num_cached(self) -> int:
-        return self.context_len - (self.stage is Stage.LEAVING)
+        return self.context_len - (self.stage is CacheStage.LEAVING)
 
     @property
     def is_copying(self) -> bool:
         is_copied_out = self.leaving is not None and self.leaving.stage is HandoffStage.COPYING
-        return is_copied_out or self.stage is Stage.LOADING
+        return is_copied_out or self.stage is CacheStage.LOADING
 
     def num_usable(self, handoff: Handoff, *, takes_whole: bool = False) -> int:
         """Return how many of its first tokens have their cache in this copy; at least one is left to compute.
@@ -72,11 +72,11 @@ class PrefillJob(BlockHolder):
 
 def waiting_cause(job: PrefillJob, *, is_full: bool) -> Cause | None:
     match job.stage:
-        case Stage.WAITING:
+        case CacheStage.WAITING:
             return Cause.BATCH_FULL if is_full else Cause.BLOCKS_SHORT
-        case Stage.ASKING | Stage.LOADING:
+        case CacheStage.ASKING | CacheStage.LOADING:
             return Cause.PREFETCH
-        case Stage.LEAVING if not job.is_taken:
+        case CacheStage.LEAVING if not job.is_taken:
             is_going = job.leaving is not None and job.leaving.stage is not HandoffStage.ASKED
             return None if is_going else Cause.POOL_FULL
     return None

@@ -12,13 +12,13 @@ from alignedserve.messages.events import Dial, HangUp, Received, StopDialling
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.iterations import BlocksLoaded
 from alignedserve.messages.workers import BlocksFetched, PeerNeeded, PeersChanged
-from alignedserve.worker_core.part import Commands, Part, WorkerEvent
+from alignedserve.worker_core.part import Commands, WorkerEvent, WorkerPart
 
 LINK_IDLE_S = 60.0
 UNREACHED_REST_S = 30.0  # after a copy that read nothing: each such try may take a transfer's whole patience
 
 
-class BlockPeers(Part):
+class BlockPeers(WorkerPart):
     """Names that are dialled, in the order in which they were announced or needed, and pools among all peers."""
 
     def __init__(self, pool_name: str) -> None:

@@ -6,7 +6,7 @@ from alignedserve.core.ids import BatchId, LeaseId
 from alignedserve.messages.caches import BlockCopy, BlocksWritten, Handoff
 from alignedserve.scheduling.scheduler_state import MovedProgress
 from alignedserve.worker_core.handoff import BufferSlot
-from alignedserve.worker_core.request import Stage, WorkerRequest
+from alignedserve.worker_core.request import CacheStage, WorkerRequest
 
 
 @dataclass(slots=True, eq=False)
@@ -28,7 +28,7 @@ class Candidate(WorkerRequest):
 
     @classmethod
     def of(
-        cls, message: Handoff | BlocksWritten, attempt: int, batch_id: BatchId, stage: Stage, now: float
+        cls, message: Handoff | BlocksWritten, attempt: int, batch_id: BatchId, stage: CacheStage, now: float
     ) -> "Candidate":
         first_token_s = now - message.begun_s
         return cls(
@@ -47,7 +47,7 @@ class Candidate(WorkerRequest):
     @classmethod
     def of_handoff(cls, handoff: Handoff, batch_id: BatchId, now: float, *, far_pool: str | None = None) -> "Candidate":
         """Build the candidate that the pool granted. One of another node's pool is not copied into buffers of this."""
-        made = cls.of(handoff, handoff.attempt, batch_id, Stage.AWAY, now)
+        made = cls.of(handoff, handoff.attempt, batch_id, CacheStage.AWAY, now)
         made.lease_id, made.pool_copy = handoff.lease_id, handoff.copy
         made.far_pool, made.may_prefetch = far_pool, far_pool is None
         return made

@@ -16,7 +16,7 @@ from alignedserve.scheduling.policy import DeviceMemory, ScheduledRequest
 from alignedserve.scheduling.scheduler_state import MovedProgress, SchedulerState
 from alignedserve.scheduling.shared_blocks import num_shared
 from alignedserve.worker_core.candidate import Candidate
-from alignedserve.worker_core.request import Stage, WorkerRequest
+from alignedserve.worker_core.request import CacheStage, WorkerRequest
 from alignedserve.worker_core.worker_blocks import BlockHolder, WorkerBlocks
 
 _FORESEEN_TOKENS = 256  # of a request, while another moves
@@ -38,7 +38,7 @@ class HeldRequest(BlockHolder):
 
     @property
     def is_away(self) -> bool:
-        return self.stage in (Stage.AWAY, Stage.ASKING, Stage.LOADING)
+        return self.stage in (CacheStage.AWAY, CacheStage.ASKING, CacheStage.LOADING)
 
     @property
     def num_shareable(self) -> int:
@@ -262,13 +262,13 @@ class HeldRequests(WorkerBlocks[HeldRequest]):
     # --- requests whose cache is in the pool
 
     def send_away(self, tracked: HeldRequest, progress: MovedProgress, now: float) -> None:
-        tracked.go(Stage.AWAY)
+        tracked.go(CacheStage.AWAY)
         self._requests[tracked.request.request_id] = tracked
         self.state.add_elsewhere(tracked.request, now, replace(progress, num_blocks=0))
 
     def bring_back(self, tracked: HeldRequest, block_ids: Sequence[BlockId]) -> None:
         request_id = tracked.request.request_id
-        tracked.go(Stage.HERE)
+        tracked.go(CacheStage.HERE)
         tracked.block_ids = list(block_ids)
         self.num_away -= len(block_ids)
         self.state.bring_back(request_id, len(block_ids))

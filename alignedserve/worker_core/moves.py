@@ -53,8 +53,8 @@ from alignedserve.worker_core.handoff import (
     Sender,
 )
 from alignedserve.worker_core.held_requests import HeldRequest, HeldRequests
-from alignedserve.worker_core.part import Commands, Part, WorkerCommand, WorkerEvent
-from alignedserve.worker_core.request import Stage
+from alignedserve.worker_core.part import Commands, WorkerCommand, WorkerEvent, WorkerPart
+from alignedserve.worker_core.request import CacheStage
 from alignedserve.worker_core.router_link import RouterLink
 
 
@@ -71,7 +71,7 @@ class DepartingRequest(Outgoing):
         return self.stage in (HandoffStage.ASKED, HandoffStage.RESERVED)
 
 
-class Handoffs(Part):
+class Handoffs(WorkerPart):
     """Requests that leave with their caches, for another worker or the pool; subclasses say what follows an end.
 
     A request is decoded on while its receiver looks for blocks, taken out between two iterations and copied. Its
@@ -85,7 +85,7 @@ class Handoffs(Part):
         )
 
     def ask(self, tracked: HeldRequest, target: str, *, is_best_effort: bool = False) -> Commands:
-        tracked.go(Stage.LEAVING)
+        tracked.go(CacheStage.LEAVING)
         entry = DepartingRequest(tracked.request, tracked.attempt, target, tracked)
         # One more than it has: the iteration in flight may need another.
         return [self.sender.ask(entry, len(tracked.block_ids) + 1, is_best_effort=is_best_effort)]
@@ -124,7 +124,7 @@ class Handoffs(Part):
         return commands
 
     def can_ask(self, tracked: HeldRequest) -> bool:
-        is_free = tracked.stage is Stage.HERE and self.sender.get(tracked.request.request_id) is None
+        is_free = tracked.stage is CacheStage.HERE and self.sender.get(tracked.request.request_id) is None
         return is_free and self.can_leave(tracked)
 
     def can_leave(self, tracked: HeldRequest) -> bool:
@@ -136,7 +136,7 @@ class Handoffs(Part):
     def _ended(self, entry: DepartingRequest, how: HandoffEnd, now: float) -> Commands:
         if how not in (HandoffEnd.REFUSED, HandoffEnd.FAILED):
             return Handoffs._aborted(self, entry)
-        entry.tracked.go(Stage.HERE)
+        entry.tracked.go(CacheStage.HERE)
         if entry.progress is not None:
             self._held.attach(entry.tracked, entry.progress, now)
         return ()
@@ -160,7 +160,7 @@ def lent_by(peer: str) -> str:
 
 
 class RequestMoves(Handoffs):
-    """Requests on their way into buffers that this worker lends, and out of buffers that others lend it."""
+    """Requests on their way into this worker's lent buffers, and out of buffers of other workers."""
 
     def __init__(self, held: HeldRequests, router: RouterLink, registered: WorkerRegistered, peers: BlockPeers) -> None:
         super().__init__(held)
@@ -297,7 +297,7 @@ class RequestMoves(Handoffs):
         assert message is not None, "loaded before it was written"
         block_ids = entry.block_ids[: message.copy.num_blocks]
         self._held.free_held(entry.block_ids[len(block_ids) :])  # the last block of a request is one with tokens
-        candidate = Candidate.of(message, next_step(entry.attempt), NO_BATCH, Stage.BUFFERED, now)
+        candidate = Candidate.of(message, next_step(entry.attempt), NO_BATCH, CacheStage.BUFFERED, now)
         candidate.last_token_s = now
         self._held.enter(candidate, block_ids, message.copy.context_len, now)
         num_generated = len(message.generated_token_ids)

@@ -27,8 +27,8 @@ WorkerCommand = Send | SendTo | Dial | StopDialling | HangUp | WorkCommand
 Commands = Sequence[WorkerCommand]
 
 
-class Part:
-    """A part of a worker's logic. What it does not override it has no part in."""
+class WorkerPart:
+    """A part of a worker's logic. A subclass overrides what it takes part in."""
 
     def takes(self, event: WorkerEvent) -> bool:
         """Return whether the event is about this part. Of several parts the first takes it."""

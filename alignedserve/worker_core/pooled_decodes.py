@@ -35,7 +35,7 @@ from alignedserve.worker_core.handoff import HandoffEnd, HandoffStage
 from alignedserve.worker_core.held_requests import HeldRequest, HeldRequests
 from alignedserve.worker_core.moves import DepartingRequest, Handoffs
 from alignedserve.worker_core.part import Commands, WorkerCommand, WorkerEvent
-from alignedserve.worker_core.request import Stage
+from alignedserve.worker_core.request import CacheStage
 
 _FIRST_BYTES_PER_S = 2e9  # of a link that nothing is known of
 _LEARNED_WEIGHT = 1 / 8  # of the latest copy in the mean
@@ -121,7 +121,7 @@ class PooledDecodes(Handoffs):
         num_blocks = self._held.blocks_for(entry.num_cached)
         if num_blocks > self._held.state.num_free or self._held.is_copying_out:
             return []
-        tracked.go(Stage.ASKING)
+        tracked.go(CacheStage.ASKING)
         entry.block_ids = self._held.hold(num_blocks)
         return [Send(self._pool, FetchCopy(tracked.request.request_id, tracked.attempt))]
 
@@ -218,7 +218,7 @@ class PooledDecodes(Handoffs):
             return self._release(handoff.lease_id)
         if (copy.context_len, copy.num_blocks, copy.num_before) != (entry.num_cached, len(entry.block_ids), 0):
             return [*self._release(handoff.lease_id), *self._lose(entry)]
-        entry.tracked.go(Stage.LOADING)
+        entry.tracked.go(CacheStage.LOADING)
         entry.lease_id, entry.began_s = handoff.lease_id, now
         self._loading[entry.block_ids] = entry
         return [LoadBlocks(self._pool, (Load(handoff.request.request_id, copy, entry.block_ids),))]

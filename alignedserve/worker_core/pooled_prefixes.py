@@ -52,7 +52,7 @@ from alignedserve.prefix_cache.cached_blocks import CachedBlock, CachedBlocks, c
 from alignedserve.prefix_cache.contexts import PrefixCache, num_behind_state
 from alignedserve.worker_core.block_peers import UNREACHED_REST_S, BlockPeers
 from alignedserve.worker_core.held_requests import HeldRequests
-from alignedserve.worker_core.part import Commands, Part, WorkerCommand, WorkerEvent
+from alignedserve.worker_core.part import Commands, WorkerCommand, WorkerEvent, WorkerPart
 from alignedserve.worker_core.request import with_prediction
 
 _OFFERED_BYTES = 64 << 20  # in one offer: loads of blocks wait for its copies
@@ -291,7 +291,7 @@ class Admit(Protocol):
     def __call__(self, message: PrefillRequest, now: float, *, is_new: bool) -> Commands: ...
 
 
-class PooledPrefixes(Part):
+class PooledPrefixes(WorkerPart):
     """Offers, the requests that wait for blocks, and the cost of the links to pools, which is learned."""
 
     def __init__(

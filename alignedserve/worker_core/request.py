@@ -12,8 +12,8 @@ from alignedserve.messages.gateways import TokenDelta
 from alignedserve.messages.workers import PrefillRequest, RequestPreempted, SetPredictedLength
 
 
-class Stage(enum.Enum):
-    """Where a request at a worker is, by its cache. What it does while it is here, its policy decides."""
+class CacheStage(enum.Enum):
+    """Where a request at a worker is, by its cache. The policy decides what a request HERE does."""
 
     WAITING = "waiting"  # for blocks
     ASKING = "asking"  # blocks are held, and the pool was asked for its cache
@@ -27,15 +27,15 @@ class Stage(enum.Enum):
 
 
 _FOLLOWING = {
-    Stage.WAITING: (Stage.ASKING, Stage.HERE),
-    Stage.ASKING: (Stage.LOADING, Stage.HERE),
-    Stage.LOADING: (Stage.HERE,),
-    Stage.HERE: (Stage.LEAVING,),
-    Stage.LEAVING: (Stage.HERE, Stage.AWAY),
-    Stage.AWAY: (Stage.ASKING, Stage.HERE, Stage.PREFETCHING),
-    Stage.PREFETCHING: (Stage.BUFFERED, Stage.AWAY),
-    Stage.BUFFERED: (Stage.AWAY, Stage.RETURNING),
-    Stage.RETURNING: (Stage.BUFFERED,),
+    CacheStage.WAITING: (CacheStage.ASKING, CacheStage.HERE),
+    CacheStage.ASKING: (CacheStage.LOADING, CacheStage.HERE),
+    CacheStage.LOADING: (CacheStage.HERE,),
+    CacheStage.HERE: (CacheStage.LEAVING,),
+    CacheStage.LEAVING: (CacheStage.HERE, CacheStage.AWAY),
+    CacheStage.AWAY: (CacheStage.ASKING, CacheStage.HERE, CacheStage.PREFETCHING),
+    CacheStage.PREFETCHING: (CacheStage.BUFFERED, CacheStage.AWAY),
+    CacheStage.BUFFERED: (CacheStage.AWAY, CacheStage.RETURNING),
+    CacheStage.RETURNING: (CacheStage.BUFFERED,),
 }
 
 
@@ -48,7 +48,7 @@ class WorkerRequest:
     generated_token_ids: list[int]
     granted_s: float = field(default=0.0, kw_only=True)  # when it came to this worker
     predicted_output_len: float | None = field(default=None, kw_only=True)
-    stage: Stage = field(default=Stage.HERE, kw_only=True)
+    stage: CacheStage = field(default=CacheStage.HERE, kw_only=True)
     is_prefilled: bool = field(default=False, kw_only=True)  # the router knows that its prompt is computed
     num_hit_tokens: int = field(default=0, kw_only=True)  # of its context, taken from the prefix cache as it entered
     is_aborted: bool = field(default=False, kw_only=True)  # but something still reads or writes its blocks
@@ -104,7 +104,7 @@ class WorkerRequest:
         """Return how many of its first tokens, cached so far, are computed: of those of some pictures all, or none."""
         return settled_len(self.request.whole_runs, num_cached)
 
-    def go(self, stage: Stage) -> None:
+    def go(self, stage: CacheStage) -> None:
         assert stage in _FOLLOWING[self.stage], f"a request that is {self.stage.value} cannot be {stage.value}"
         self.stage = stage
 
@@ -149,7 +149,7 @@ def urgent_at_s(request: Request, num_generated: int, token_s: float | None) -> 
 
 
 def with_prediction(message: PrefillRequest, late: SetPredictedLength) -> PrefillRequest:
-    """Return a request that waits with a prediction that came after it, if it is of this attempt."""
+    """Return a waiting request with a later prediction, if that is of this attempt."""
     if (message.request.request_id, message.attempt) != (late.request_id, late.attempt):
         return message
     return msgspec.structs.replace(message, predicted_output_len=late.predicted_output_len)

@@ -1,4 +1,4 @@
-"""A worker in its own process: its engine and memories, its links, and its logic."""
+"""The process of a worker: engine, memories, links and logic."""
 
 import logging
 import os
@@ -78,7 +78,7 @@ def _columns_of(record: IterationRecord, clock_to_date_s: float) -> dict[str, An
 
 
 class Worker:
-    """One worker on one event loop, of whichever kind its logic is."""
+    """One worker of any kind, on one event loop."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class Worker:
         pool_at: str | None = None,
         transport: str = AUTO,
     ) -> None:
-        """`make`: its WorkerLogic. `memory`: to lend to others. `pool_at`: the pool of its node, if it uses it."""
+        """`make`: makes the WorkerLogic. `memory`: lent to other workers. `pool_at`: the node's pool, if used."""
         logic: WorkerLogic[Any] = make()
         self._executor = executor
         self._log_path = process_spec.log_folder / f"{process_spec.name}.iterations.jsonl"

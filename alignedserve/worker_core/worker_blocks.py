@@ -1,4 +1,4 @@
-"""A worker's blocks: those of its requests, the first of which may be cached from others.
+"""A worker's blocks. The first blocks of a request may be cached from earlier requests.
 
 Where states have blocks of their own, these are a request's first; it begins with a copy of the states that are kept
 behind the cached blocks which it takes, and leaves its own at edges where others may go on.
@@ -18,7 +18,7 @@ from alignedserve.worker_core.request import WorkerRequest
 class BlockHolder(WorkerRequest):
     """A request with blocks of its worker."""
 
-    block_ids: list[BlockId] = field(default_factory=list)  # those of its states first, if it has some
+    block_ids: list[BlockId] = field(default_factory=list)  # blocks of recurrent states first
     context: CachedContext | None = None  # None: it shares nothing
 
 

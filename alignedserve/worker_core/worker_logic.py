@@ -15,7 +15,7 @@ from alignedserve.messages.handshake import Role
 from alignedserve.messages.iterations import IterationCompleted, joined
 from alignedserve.messages.workers import PrefillRequest, SetPredictedLength, WorkerLoad, WorkerRegistered
 from alignedserve.worker_core.iteration_log import IterationLog
-from alignedserve.worker_core.part import Commands, Part, WorkerCommand, WorkerEvent
+from alignedserve.worker_core.part import Commands, WorkerCommand, WorkerEvent, WorkerPart
 from alignedserve.worker_core.request import WorkerRequest
 from alignedserve.worker_core.request_notes import Phases, WaitingRequest
 from alignedserve.worker_core.router_link import RouterLink
@@ -84,7 +84,7 @@ class WorkerLogic(Generic[RequestT]):
 
     def __init__(self, registered: WorkerRegistered, eos_token_ids: frozenset[int]) -> None:
         self._registered = registered
-        self._parts: tuple[Part, ...] = ()  # in the order in which they take events
+        self._parts: tuple[WorkerPart, ...] = ()  # in the order in which they take events
         self._router = RouterLink(registered)
         self.iteration_log = IterationLog()
         self._urgent_cycle = UrgentCycle()
@@ -174,9 +174,9 @@ class WorkerLogic(Generic[RequestT]):
         is_switching: bool = False,
         alone_s: float = 0.0,
     ) -> None:
-        """Begin an iteration of these requests; `has_changed`: others than in the last. `alone_s`: of its real-time
-        part. One without requests only copies, and is not logged. One that begins within another is urgent, and ends
-        before it."""
+        """Begin an iteration of these requests; `has_changed`: not those of the last. `alone_s`: of the real-time
+        part. An iteration without requests only copies, and is not logged. A nested iteration is urgent, and
+        ends first."""
         is_logged = self._has_log and bool(members)
         self._started.append((now, is_logged))
         if is_logged:

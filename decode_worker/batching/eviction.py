@@ -14,7 +14,7 @@ from alignedserve.messages.caches import BlockCopy
 from alignedserve.messages.iterations import BlocksOffloaded, Load, LoadBlocks, OffloadBlocks
 from alignedserve.messages.workers import RequestPreempted
 from alignedserve.worker_core.candidate import Candidate
-from alignedserve.worker_core.request import Stage, urgent_at_s
+from alignedserve.worker_core.request import CacheStage, urgent_at_s
 from decode_worker.batching.batch_order import BatchOrder, HeldCapacity
 from decode_worker.batching.candidates import Candidates
 from decode_worker.batching.running_batch import BatchMember, Leaving
@@ -106,7 +106,7 @@ class Evictions:
             running.attempt,
             running.generated_token_ids,
             running.batch_id,
-            stage=Stage.BUFFERED,
+            stage=CacheStage.BUFFERED,
             slot=slot,
             first_token_s=leaving.first_token_s,
             last_token_s=leaving.last_token_s if leaving.last_token_s is not None else running.granted_s,
@@ -150,7 +150,7 @@ class Evictions:
             loading = self._batch.loading.candidates()
             within = self._batch.admission.within(chosen, loading, now, by_floor=self._order.by_floor)
         for candidate in within:
-            is_copied = candidate.stage in (Stage.PREFETCHING, Stage.RETURNING)
+            is_copied = candidate.stage in (CacheStage.PREFETCHING, CacheStage.RETURNING)
             # An earlier attempt of it may still be being copied, in or out.
             request_id = candidate.request.request_id
             is_still_here = request_id in self._batch.loading or self.get(request_id) is not None
