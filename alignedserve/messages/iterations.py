@@ -88,6 +88,7 @@ class RunIteration(msgspec.Struct, frozen=True):
     copies: tuple[BlockCopied, ...] = ()
     is_urgent: bool = False
     states: tuple[StateKept, ...] = ()
+    drafts: tuple[tuple[RequestId, int], ...] = ()  # tokens that may be drafted of a request that decodes
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,13 +129,14 @@ class IterationCompleted:
     prompt_scores: tuple[PromptScores, ...] = ()
     failed: tuple[RequestId, ...] = ()
     reasons: tuple[tuple[RequestId, tuple[FailureKind, str]], ...] = ()  # of failed ones: why no token can follow
-    # How many tokens a request has in `sampled` before the one sampled last, as its grammar left no choice of them:
-    # it computed so many more than it was to, in the blocks that it has.
+    # How many tokens a request has in `sampled` before the one sampled last, as its grammar left no choice of them, or
+    # as they were drafted: it computed so many more than it was to, in the blocks that it has.
     forced: tuple[tuple[RequestId, int], ...] = ()
     # None from a stand-in that has no engine. Two iterations with the same outcome are equal, however long they took.
     times: IterationTimes | None = field(default=None, compare=False)
     is_urgent: bool = False  # as its command
     skipped: tuple[RequestId, ...] = ()  # requests without a token: the masks of heavy grammars were not there
+    drafted: tuple[tuple[RequestId, int, int], ...] = ()  # tokens drafted of a request, and right ones
 
     @property
     def grammar_s(self) -> float | None:

@@ -33,6 +33,10 @@ class Executor(Protocol):
     has_shared_blocks: bool
 
     @property
+    def may_draft(self) -> bool:
+        """Whether iterations may have drafts."""
+
+    @property
     def lanes(self) -> CopyLanes | None:
         """The lanes of the device's copies; None: the blocks are on the host."""
 

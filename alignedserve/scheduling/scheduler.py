@@ -5,10 +5,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from alignedserve.core.ids import RequestId
 from alignedserve.costmodel.model import CostModel, LearningCostModel, ShownSpeed
 from alignedserve.costmodel.straggler import delay_beside
 from alignedserve.costmodel.work import IterationWork
 from alignedserve.messages.workers import DecodeDelay
+from alignedserve.scheduling.drafting import Drafting
 from alignedserve.scheduling.picture_turns import ExpectedTurns
 from alignedserve.scheduling.policy import IterationLimits, IterationPlan, IterationPolicy, WorkerView
 from alignedserve.scheduling.scheduler_state import SchedulerState
@@ -53,6 +55,12 @@ class Scheduler:
             now=now,
             computes_prompts=self.computes_prompts,
         )
+
+    def drafts(
+        self, drafting: Drafting, state: SchedulerState, plan: IterationPlan
+    ) -> tuple[tuple[RequestId, int], ...]:
+        """Return how many tokens may be drafted of each request of the plan."""
+        return drafting.allow(state.table, plan, self.costs, self.limits)
 
     def prompt_capacity(self, state: SchedulerState) -> PromptCapacity:
         """Return the share of time that decodes leave for prompts, and the speed of prompts.

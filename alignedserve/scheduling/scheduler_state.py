@@ -294,13 +294,18 @@ class SchedulerState:
         num_moved = self._leave_shared(row, 0)
         return self._bring_in(row, max(wanted - int(self.table.num_blocks[row]), 0), num_moved)
 
-    def note_forced(self, request_id: RequestId, num_tokens: int) -> None:
-        """Note that a request of the iteration computed `num_tokens` more than planned.
+    def note_forced(self, request_id: RequestId, num_tokens: int, *, num_drafted: int = 0) -> None:
+        """Note that a request of the iteration got `num_tokens` more than planned.
 
-        Its grammar forced them; the request has their blocks. `completed` follows.
+        Its grammar forced them, or of `num_drafted` so many were right; the request has their blocks. `completed`
+        follows.
         """
         table, row = self.table, self.table.row(request_id)
-        self.work.add_chunk(num_tokens, int(table.context_len[row]), is_last=False)
+        context_len = int(table.context_len[row])
+        if num_drafted:
+            self.work.add_decodes(num_drafted, num_drafted * context_len, context_len)
+        else:
+            self.work.add_chunk(num_tokens, context_len, is_last=False)
         table.num_generated[row] += num_tokens
         self._num_tokens[self._rows == row] += num_tokens
         self._scheduled = None

@@ -25,6 +25,7 @@ from alignedserve.messages.iterations import IterationCompleted, MapArena, RunIt
 from alignedserve.messages.request_notes import Cause
 from alignedserve.messages.workers import DecodeDelay, PrefillRequest, SetPredictedLength, WorkerLoad, WorkerRegistered
 from alignedserve.prefix_cache.contexts import PrefixCache
+from alignedserve.scheduling.drafting import Drafting
 from alignedserve.scheduling.policy import DeviceMemory, IterationPlan
 from alignedserve.scheduling.scheduler import Scheduler
 from alignedserve.scheduling.yielding import UrgentPlans, Yielding
@@ -131,9 +132,10 @@ class ColocatedLogic(WorkerLogic[HeldRequest]):
         prefix_pool: str | None = None,
         decode_pool: str | None = None,
         yielding: Yielding | None = None,
+        drafting: Drafting | None = None,
     ) -> None:
         """`memory`: empty. `prefixes`: the empty prefix cache in it; None: none. `yielding`: whether a pass stops;
-        None: never.
+        None: never. `drafting`: None: no tokens are drafted.
         `prefix_pool`: the pool of its node, if it keeps prefix blocks; `decode_pool`: the same, if it keeps decodes.
         """
         assert memory.num_blocks == memory.num_free == registered.num_blocks, "memory that is not the worker's"
@@ -147,6 +149,7 @@ class ColocatedLogic(WorkerLogic[HeldRequest]):
         self._are_prefilled = False  # all of them: then they stay so
         self._postponed: dict[RequestId, PrefillRequest] = {}  # until blocks that are held for moves are free again
         self._performer = PlanPerformer(self._requests)
+        self._drafting = drafting
         self._lean, self._prompt_rate, self._delay = 1.0, 0, DecodeDelay()
         self._pooled = self._decodes = self._moves = self._urgent = None
         if decode_pool is not None:
@@ -273,7 +276,10 @@ class ColocatedLogic(WorkerLogic[HeldRequest]):
     def _begin(self, plan: IterationPlan, now: float) -> list[RunIteration]:
         members = self._requests.of_parts(plan.scheduled)
         self._state.begin(plan)
+        drafts = () if self._drafting is None else self._scheduler.drafts(self._drafting, self._state, plan)
         iteration = self._performer.perform(plan, members, now)
+        if drafts:
+            iteration = msgspec.structs.replace(iteration, drafts=drafts)
         has_changed = members != self._members
         if has_changed or not self._are_prefilled:
             self._are_prefilled = all(tracked.is_prefilled for tracked in members)
@@ -292,8 +298,11 @@ class ColocatedLogic(WorkerLogic[HeldRequest]):
     @override
     def _completed(self, event: IterationCompleted, now: float) -> Commands:
         self._performer.completed()
-        for request_id, num_tokens in event.forced:
-            self._state.note_forced(request_id, num_tokens)
+        drafted = {request_id: num_drafted for request_id, num_drafted, _ in event.drafted}
+        for request_id, num_tokens in (dict.fromkeys(drafted, 0) | dict(event.forced)).items():
+            self._state.note_forced(request_id, num_tokens, num_drafted=drafted.get(request_id, 0))
+        if self._drafting is not None:
+            self._drafting.note(event.drafted)
         for request_id in event.skipped:
             self._state.note_skipped(request_id)
         duration_s = self._end_iteration(event, now)

@@ -266,6 +266,7 @@ async def start_colocated_worker(
         decode_pool=decode_pool,
         num_layers=num_stops(layout, engine_config.device),
         has_states=layout.state_bytes > 0,
+        may_draft=executor.may_draft,
         **start.arguments(executor, engine_config.calibration_s),
     )
     memory = None

@@ -1,5 +1,6 @@
 """A request's tokens and log-probabilities are the same bit for bit whatever happens to it: other requests in its
-batches, prompts in any chunks, preemption, swaps, blocks of another sequence or in reverse, another number of threads.
+batches, prompts in any chunks, preemption, swaps, blocks of another sequence or in reverse, another number of threads,
+right and wrong drafts.
 """
 
 import random
@@ -8,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -15,8 +17,9 @@ from typing_extensions import override
 
 from alignedserve.core.block_allocator import blocks_for
 from alignedserve.core.ids import BlockId, RequestId
-from alignedserve.core.request import SampledToken, SamplingParams
+from alignedserve.core.request import SampledToken, SamplingParams, TokenLogprob
 from alignedserve.runtime.attention.backend import AUTO
+from alignedserve.runtime.attention.sequence_table import IntArray
 from alignedserve.runtime.engine.engine import Engine, NewSequence
 from alignedserve.runtime.engine.engine_options import EngineOptions
 from alignedserve.runtime.engine.forward import native_pass
@@ -96,7 +99,7 @@ class Request:
 
     @property
     def is_done(self) -> bool:
-        return len(self.sampled) == NUM_GENERATED
+        return len(self.sampled) >= NUM_GENERATED
 
 
 def decoder_of(form: Form, folder: Path) -> Decoder:
@@ -121,7 +124,8 @@ def sampling_of(kind: int) -> SamplingParams:
 class Worker:
     """An engine, and what may happen to its requests."""
 
-    def __init__(self, decoder: Decoder, form: Form, rng: random.Random) -> None:
+    def __init__(self, decoder: Decoder, form: Form, rng: random.Random, answers: Sequence[Sequence[int]] = ()) -> None:
+        """`answers`: to each kind of prompt, which are drafted with mistakes; empty: nothing is drafted."""
         layout = decoder.config.block_layout(BLOCK_SIZE, form.cache or decoder.dtype_name)
         self._storage = BlockStorage(layout, NUM_BLOCKS)
         self._bytes = self._storage.bytes.view(NUM_BLOCKS, -1)
@@ -132,10 +136,17 @@ class Worker:
             options=EngineOptions(max_sequences=8, max_context_len=MAX_CONTEXT_LEN, attention=AUTO),
         )
         self._random = rng
+        self._texts = [[*prompt_of(kind), *answer] for kind, answer in enumerate(answers)]
+        self._engine._drafting.drafter = self._draft
+        self.num_right = 0
         self._free = list(range(NUM_BLOCKS))
         rng.shuffle(self._free)
         self.running: list[Request] = []
         self.waiting: list[Request] = []
+
+    @property
+    def may_draft(self) -> bool:
+        return self._engine.may_draft
 
     def start(self, request: Request) -> None:
         """Start or resume with what `request` has, or with the blocks of another sequence that begins alike."""
@@ -192,15 +203,23 @@ class Worker:
                 slices.append((request.request_id, 1 if self._random.random() < 0.2 else self._random.randint(1, left)))
         if not slices:
             return
-        output = self._engine.execute(slices)
+        drafts = {request_id: self._random.randint(0, 5) for request_id, _ in slices} if self._texts else {}
+        output = self._engine.execute(slices, drafts=drafts)
         assert not output.failed, "logits that are not numbers"
+        self.num_right += sum(num_right for _, _, num_right in output.drafted)
         by_id = {request.request_id: request for request in self.running}
         for token in output.sampled:
             request = by_id[token.request_id]
             request.sampled.append(token)
             request.tokens.append(token.token_id)
-            if request.is_done:
-                self.leave(request, keeps_cache=False)
+        for request in [request for request in self.running if request.is_done]:
+            self.leave(request, keeps_cache=False)
+
+    def _draft(self, tokens: IntArray, at_most: int) -> IntArray:
+        known = tokens.tolist()
+        following = [text[len(known) :] for text in self._texts if text[: len(known)] == known]
+        mistakes = [token if self._random.random() < 0.8 else 7 for token in (following[0] if following else [])]
+        return np.array(mistakes[:at_most], np.int64)
 
 
 class StoppingWorker(Worker):
@@ -248,11 +267,11 @@ def run_history(worker: Worker, rng: random.Random) -> list[Request]:
     raise AssertionError("requests do not end")
 
 
-def generated(request: Request) -> list[object]:
-    return [(token.token_id, token.logprob) for token in request.sampled]
+def generated(request: Request) -> list[tuple[int, TokenLogprob | None]]:
+    return [(token.token_id, token.logprob) for token in request.sampled[:NUM_GENERATED]]
 
 
-def alone(decoder: Decoder, form: Form, kind: int) -> list[object]:
+def alone(decoder: Decoder, form: Form, kind: int) -> list[tuple[int, TokenLogprob | None]]:
     """Return what a request generates by itself, its prompt at once, and one decode after another."""
     worker = Worker(decoder, form, _Steady(0))
     request = Request(RequestId("alone"), kind, prompt_of(kind))
@@ -284,11 +303,14 @@ def threads() -> Iterator[None]:
 def check(decoder: Decoder, form: Form, seeds: range) -> None:
     torch.set_num_threads(1)
     expected = [alone(decoder, form, kind) for kind in range(len(PROMPT_LENS))]
+    answers = [[token_id for token_id, _ in answer] for answer in expected]
     for seed in seeds:
         torch.set_num_threads(2 - seed % 2)
         rng = random.Random(seed)
-        for request in run_history(Worker(decoder, form, rng), rng):
+        worker = Worker(decoder, form, rng, answers)
+        for request in run_history(worker, rng):
             assert generated(request) == expected[request.kind], f"{form}, seed {seed}, {request.request_id}"
+        assert worker.num_right or not worker.may_draft, f"{form}, seed {seed}: nothing was drafted"
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)

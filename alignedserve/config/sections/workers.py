@@ -72,6 +72,9 @@ class EngineConfig(Section, frozen=True):
     )
     # Tokens that a grammar forces are computed several in one iteration; when unset, on CPUs, where it is measured.
     jump_ahead: bool | None = None
+    # Tokens are guessed from what prompt and answer said before, and verified several at once: the same answers, sooner
+    # where they repeat something. Elastic workers on CPUs.
+    speculation: bool = False
     calibration_s: float = 2.0  # of measuring what iterations cost, at a worker's start; 0: it learns while it serves
     # How blocks travel between prefill and decode workers: auto, shm, tcp, gloo; between GPUs of a host also cuda_ipc.
     kv_transport: str = "auto"

@@ -230,6 +230,14 @@ class SequenceTable:
         self.version += 1
         return row
 
+    def space(self, row: int) -> int:
+        """Return how many tokens a sequence that decodes may compute beside its last one, in the blocks that it has."""
+        count = int(self.num_tokens[row])
+        if count - self.num_computed[row] != 1 or self.is_hidden[row]:
+            return 0
+        slots = int(self.num_blocks[row]) * self.block_size
+        return min(slots, self.max_context_len, int(self.end_lens[row]) - 1) - count
+
     @property
     def has_runs_left(self) -> bool:
         return any(self.num_computed[row] < runs[-1][0] + 1 for row, runs in self.whole_runs.items())

@@ -53,7 +53,7 @@ class EncoderExecutor:
     """Performs RunIteration as ModelExecutor does. Each prompt ends with an empty token and its vector. Construction
     takes as long as loading the weights, and raises NotEnoughMemory, ConfigError or ModelError."""
 
-    has_shared_blocks = False
+    has_shared_blocks = may_draft = False
 
     def __init__(
         self,

@@ -3,8 +3,9 @@
 How the engine of a worker's first rank keeps the other ranks at the same steps."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Protocol
 
 import numpy as np
@@ -27,6 +28,7 @@ from alignedserve.runtime.engine.forward.decoder import Decoder
 from alignedserve.runtime.engine.forward.forward_batch import LastTokenContexts, LastTokenPlanner
 from alignedserve.runtime.engine.sampling.sampler import Sampler
 from alignedserve.runtime.engine.steps.batch_builder import BatchBuilder
+from alignedserve.runtime.engine.steps.drafts import Drafting
 from alignedserve.runtime.engine.steps.hidden_cache import HiddenContexts
 from alignedserve.runtime.engine.steps.next_step import BlockLoans, NextStep, RingKeeper
 from alignedserve.runtime.engine.steps.step import (
@@ -34,6 +36,7 @@ from alignedserve.runtime.engine.steps.step import (
     NO_TIMES,
     NO_TOKEN,
     ChosenTokens,
+    Drafts,
     Forced,
     JumpAhead,
     LateStates,
@@ -124,6 +127,7 @@ def write_whole(storage: BlockStorage, compute: Stream, block_ids: Sequence[Bloc
 
 __all__ = ["Engine", "NewSequence", "PromptLogprobs", "StepOutput", "StepSlice", "StepTimes"]
 
+NO_DRAFTS: Mapping[RequestId, int] = MappingProxyType({})
 COMPUTE = "compute"  # the stream of forward passes
 
 
@@ -197,6 +201,11 @@ class Engine:
             counts_on_device=can.launches_ahead or device.type != "cpu",
         )
         self._jumps = JumpAhead(self._table, masks, self._sampler)
+        # A rejected draft would have changed states, and overwritten a ring.
+        is_able = not (can.launches_ahead or layout.has_states or layout.ring_layers or ranks is not None)
+        self._drafting = Drafting(
+            self._table, self._sampler, masks, planner, end_token_ids=config.eos_token_ids, is_able=is_able
+        )
         self._masks = masks
         self._prompts = PromptResults(model, self._table)
         self._compute = (streams or streams_of(device)).stream(COMPUTE)
@@ -215,6 +224,11 @@ class Engine:
         )
         self._late = LateStates(self._table, storage) if layout.has_states else None
         self._enqueuing: StepLaunch | None = None  # between its layers others may come
+
+    @property
+    def may_draft(self) -> bool:
+        """Whether a step can verify drafts."""
+        return self._drafting.is_able
 
     @property
     def hidden_block_tokens(self) -> int | None:
@@ -285,11 +299,14 @@ class Engine:
             self._compute.record().synchronize()
 
     @in_inference_mode
-    def execute(self, slices: Slices, *, may_go_on: bool = True) -> StepOutput:
+    def execute(
+        self, slices: Slices, *, may_go_on: bool = True, drafts: Mapping[RequestId, int] = NO_DRAFTS
+    ) -> StepOutput:
         """Run one step of at least one slice, one per sequence, each within its sequence's tokens and blocks. A slice
         is a StepSlice or an equal tuple. On a GPU the next step is launched behind this one, or prepared while it is
         computed, assuming that sequences continue to decode. A slice that decodes takes tokens along that a grammar
-        forces. `may_go_on`: the device may be computing when this returns. Called between two layers of a step
+        forces. `may_go_on`: the device may be computing when this returns. `drafts`: how many tokens may be guessed of
+        a sequence that decodes, and verified (steps/drafts.py). Called between two layers of a step
         (Decoder.stop_for), of other sequences, it runs before the rest of that."""
         started = time.perf_counter()
         slices, skipped = (slices, ()) if self._enqueuing is not None else self._without_unready(slices)
@@ -301,21 +318,27 @@ class Engine:
         ahead, rest = self._next.take_launched(slices) if outer is None else (None, slices)
         if ahead is None and not rest:
             return StepOutput([], [], {}, [], NO_TIMES, skipped=skipped)
-        step = self._build(rest, forced) if rest else None
+        may_draft = bool(drafts) and outer is None and ahead is None and not forced
+        guessed = self._drafting.take(rest, drafts) if may_draft else None
+        step = self._build(rest, guessed.token_ids if guessed is not None else forced) if rest else None
         prepared = time.perf_counter()
         launches, before = [] if ahead is None else [ahead], ahead if outer is None else outer
         if step is not None:
-            launches.append(self._launch(step, rest, forced, first_place=0 if before is None else before.end_place))
-        if outer is None:
+            first_place = 0 if before is None else before.end_place
+            launches.append(self._launch(step, rest, forced, first_place=first_place, drafts=guessed))
+        if outer is None and guessed is None:
             self._go_on(launches, may_launch=may_go_on and not self._table.has_runs_left)
         sampled, failed = self._collect(launches[0])
         for launch in launches[1:]:
             more, more_failed = self._collect(launch)
             sampled, failed = sampled + more, failed + more_failed
         times = launches[-1].times(self.model, started, prepared, is_ahead=ahead is not None)
-        sampled, counts = with_forced(forced, sampled), forced_counts(forced, failed)
+        sampled, counts, drafted = with_forced(forced, sampled), forced_counts(forced, failed), ()
+        if guessed is not None:
+            drafted = guessed.counted()
+            counts = tuple((key, right) for key, _, right in drafted if right and key not in failed)
         prompt_logprobs = [part for launch in launches for part in launch.prompt_logprobs]
-        return StepOutput(sampled, failed, self._reasons(failed), prompt_logprobs, times, counts, skipped)
+        return StepOutput(sampled, failed, self._reasons(failed), prompt_logprobs, times, counts, skipped, drafted)
 
     @property
     def may_stop(self) -> bool:
@@ -352,10 +375,14 @@ class Engine:
         self._next.forget()
         return self._builder.build_slices(slices, forced)
 
-    def _launch(self, step: StepBatch, slices: Slices, forced: Forced, *, first_place: int) -> StepLaunch:
+    def _launch(
+        self, step: StepBatch, slices: Slices, forced: Forced, *, first_place: int, drafts: Drafts | None = None
+    ) -> StepLaunch:
+        if drafts is not None:
+            step = drafts.sampled_at(step)
         rows = step.sampled_rows
-        num_tokens = self._table.num_tokens[rows]
-        launch = StepLaunch(step, num_tokens, first_place=first_place)
+        num_tokens = self._table.num_tokens[rows] if drafts is None else step.positions[step.sampled_at] + 1
+        launch = StepLaunch(step, num_tokens, first_place=first_place, drafts=drafts)
         launch.masks = self._sampler.start_masks(rows, num_tokens)
         if self.storage.device.type == "cpu":
             launch.await_masks(MASKS_FIRST_S)
@@ -433,7 +460,10 @@ class Engine:
         if launch.draw is None:
             return [], []
         assert launch.on_host is not None, "a step that was not launched"
-        rows, draw, token_ids = launch.rows, launch.draw, launch.on_host.numpy().copy()
+        draw, token_ids = launch.draw, launch.on_host.numpy().copy()
+        if launch.drafts is not None:
+            launch.kept = launch.drafts.verify(self._table, launch.rows, token_ids)
+        rows = launch.rows
         if launch.kept is not None:
             draw, token_ids = draw.only(launch.kept), token_ids[launch.kept]
         is_usable = token_ids != NO_TOKEN
@@ -444,8 +474,8 @@ class Engine:
         if self._table.note_tokens(rows, launch.num_tokens_before, token_ids, is_usable):
             return sampled, []
         self._next.forget()
-        good, bad = np.flatnonzero(is_usable).tolist(), np.flatnonzero(~is_usable).tolist()
-        return [sampled[index] for index in good], [ids[index] for index in bad]
+        failed = [ids[index] for index in np.flatnonzero(~is_usable).tolist()]
+        return [token for token in sampled if token.request_id not in failed], failed
 
     def _reasons(self, failed: list[RequestId]) -> dict[RequestId, tuple[FailureKind, str]]:
         reasons = ((request_id, self._sampler.failure(self._table.row(request_id))) for request_id in failed)

@@ -29,6 +29,7 @@ class EngineSizes:
     hidden_block_tokens: int | None = None  # tokens whose layer inputs a block may hold; None: only keys and values
     wants_shared_blocks: bool = False  # two requests may fill a block from its two ends, if attention allows it
     jumps_ahead: bool = False  # tokens that a grammar forces are computed several at once
+    may_draft: bool = False  # tokens are guessed, and several are verified at once
     loads_quietly: bool = False  # at low priority, as other models serve on these cores
     lent_bytes: int = 0  # candidate buffers in the device's memory
     is_decoding: bool = True  # its sequences go on after their prompts
@@ -59,12 +60,13 @@ class EngineSizes:
             attention_backend=config.attention_backend,
             device=config.device,
             jumps_ahead=may_jump and jumps_ahead(config.jump_ahead, config.device),
+            may_draft=may_jump and config.speculation,
             lent_bytes=self.lent_bytes if is_lending else 0,
         )
 
 
 def jumps_ahead(wanted: bool | None, device: str) -> bool:
-    """Return whether forced tokens are computed several at once; by default where that is measured to pay."""
+    """Return whether tokens of one request are computed several at once; by default where that is measured to pay."""
     return wanted if wanted is not None else device_type(device) == CPU
 
 

@@ -37,7 +37,7 @@ from alignedserve.runtime.device.devices import CPU, cache_folder, device_type
 from alignedserve.runtime.device.dtypes import torch_dtype
 from alignedserve.runtime.device.shared_device import SharedDevice
 from alignedserve.runtime.device.streams import Event, Stream, streams_of
-from alignedserve.runtime.engine.engine import COMPUTE, NewSequence, StepTimes
+from alignedserve.runtime.engine.engine import COMPUTE, NO_DRAFTS, NewSequence, StepTimes
 from alignedserve.runtime.engine.engine_sizes import LAYERS_AHEAD, EngineSizes, can_stop, threads_per_rank
 from alignedserve.runtime.engine.measured_iterations import KeptCalibration, measure_iterations
 from alignedserve.runtime.engine.swap_space import make_swap_space
@@ -299,6 +299,11 @@ class ModelExecutor:
         self._num_in_flight = 0  # iterations
 
     @property
+    def may_draft(self) -> bool:
+        """Whether iterations may have drafts."""
+        return self._sizes.may_draft and self._engine.may_draft
+
+    @property
     def lanes(self) -> CopyLanes | None:
         """The lanes of the device's copies; None: the blocks are on the host."""
         return self._storage.lanes
@@ -424,7 +429,8 @@ class ModelExecutor:
             return IterationCompleted((), times=times)
         self._urgent.pass_begins(command.slices)
         # Else a step of this model would run in the turn of another that somebody waits for.
-        output = self._engine.execute(command.slices, may_go_on=self._turns.is_alone())
+        drafts = dict(command.drafts) if command.drafts else NO_DRAFTS
+        output = self._engine.execute(command.slices, may_go_on=self._turns.is_alone(), drafts=drafts)
         scores = tuple(
             PromptScores(part.request_id, part.first_position, part.entries) for part in output.prompt_logprobs
         )
@@ -441,7 +447,7 @@ class ModelExecutor:
         times = _times_of(output.times, started, changed, yielded_s, turn_s)
         self._turn_lengths.ran(times.computed_s)
         outcome = sampled, scores, failed, tuple(reasons.items()), forced
-        return IterationCompleted(*outcome, times, command.is_urgent, output.skipped)
+        return IterationCompleted(*outcome, times, command.is_urgent, output.skipped, output.drafted)
 
     def _change_sequences(self, command: RunIteration) -> None:
         copied = self._engine.read_blocks([copy.source for copy in command.copies]) if command.copies else None

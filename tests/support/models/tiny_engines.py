@@ -131,8 +131,10 @@ class TinyEngine:
             self.engine.append_blocks(RequestId(name), blocks)
             self.blocks[name] += blocks
 
-    def step(self, **slices: int) -> StepOutput:
-        return self.engine.execute([StepSlice(RequestId(name), count) for name, count in slices.items()])
+    def step(self, *, num_drafts: int = 0, **slices: int) -> StepOutput:
+        """`num_drafts`: that each sequence may have."""
+        parts = [StepSlice(RequestId(name), count) for name, count in slices.items()]
+        return self.engine.execute(parts, drafts={part.request_id: num_drafts for part in parts} if num_drafts else {})
 
     def tokens(self, name: str) -> list[int]:
         return list(self.engine.token_ids(RequestId(name)))

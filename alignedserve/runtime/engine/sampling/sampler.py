@@ -134,7 +134,11 @@ class Sampler:
     def wants_highest_alone(self, rows: IntArray, num_tokens: IntArray) -> bool:
         """Return whether the highest logit of each of these rows is all that `start` would use."""
         is_more = (self._temperatures[rows] > 0.0) | self._wants_logprobs[rows]
-        return not is_more.any() and not self._logits_processor.changes(rows, num_tokens)
+        return not is_more.any() and not self.changes_logits(rows, num_tokens)
+
+    def changes_logits(self, rows: IntArray, num_tokens: IntArray) -> bool:
+        """Return whether options of these rows change logits, as penalties do."""
+        return self._logits_processor.changes(rows, num_tokens)
 
     def can_start_ahead(self, rows: IntArray) -> bool:
         """Return whether `start` can choose for these rows before their last tokens are on the host."""

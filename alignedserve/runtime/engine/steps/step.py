@@ -156,19 +156,68 @@ NO_TIMES = StepTimes(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 class StepOutput:
     """The results of one step."""
 
-    # Of every sequence whose slice reached its last known token, in any order, behind forced tokens.
+    # Of every sequence whose slice reached its last known token, in any order, behind forced tokens and right drafts.
     sampled: list[SampledToken]
     failed: list[RequestId]  # no token: their logits were not numbers, or see `reasons`; remove them
     reasons: dict[RequestId, tuple[FailureKind, str]]  # of those that failed: why no token can follow
     prompt_logprobs: list[PromptLogprobs]
     times: StepTimes
-    forced: tuple[tuple[RequestId, int], ...] = ()  # how many tokens of a sequence in `sampled` its grammar forced
+    # How many tokens of a sequence in `sampled` its grammar forced, or were drafted.
+    forced: tuple[tuple[RequestId, int], ...] = ()
     skipped: tuple[RequestId, ...] = ()  # sequences whose slices were not computed: their grammars' masks lack
+    drafted: tuple[tuple[RequestId, int, int], ...] = ()  # tokens drafted of a sequence, and right ones
 
 
 # On a CPU, masks and forward pass have the same cores: masks beside the pass delay one of its threads, and so all of
 # them. Where masks take longer, the pass begins without them.
 MASKS_FIRST_S = 0.02
+
+
+class DraftedRow(NamedTuple):
+    """A sequence with drafts in a step: guesses of its next tokens."""
+
+    request_id: RequestId
+    row: int  # of the sequence table
+    num_tokens: int  # known before the drafts
+    token_ids: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class Drafts:
+    """The drafts of one step, and how many of each sequence were right."""
+
+    rows: list[DraftedRow]
+    num_accepted: dict[RequestId, int]
+
+    @property
+    def token_ids(self) -> dict[RequestId, tuple[int, ...]]:
+        return {part.request_id: part.token_ids for part in self.rows}
+
+    def sampled_at(self, step: StepBatch) -> StepBatch:
+        """Return the step with logits of every place that has a draft before or behind it."""
+        rows = {part.row for part in self.rows}
+        ends = step.first_rows + step.counts
+        begins = np.where(np.isin(step.rows, list(rows)), step.first_rows, ends - 1)
+        at = np.concatenate([np.arange(*place) for place in zip(begins.tolist(), ends.tolist(), strict=True)])
+        return step._replace(sampled_rows=np.repeat(step.rows, ends - begins), sampled_at=at)
+
+    def verify(self, table: SequenceTable, rows: IntArray, token_ids: IntArray) -> IntArray:
+        """Note in the table how far drafts were right; return the places of the tokens that count, among these chosen
+        for `rows`."""
+        counts = np.ones(len(rows), np.bool_)
+        for part in self.rows:
+            first, num_drafts = int(np.flatnonzero(rows == part.row)[0]), len(part.token_ids)
+            wrong = np.flatnonzero(token_ids[first : first + num_drafts] != np.array(part.token_ids))
+            num_right = int(wrong[0]) if len(wrong) else num_drafts
+            counts[first + num_right + 1 : first + num_drafts + 1] = False
+            self.num_accepted[part.request_id] = num_right
+            table.num_computed[part.row] = part.num_tokens + num_right
+            table.num_tokens[part.row] = part.num_tokens + num_right + 1
+        return np.flatnonzero(counts)
+
+    def counted(self) -> tuple[tuple[RequestId, int, int], ...]:
+        """Return drafts and right ones of each sequence."""
+        return tuple((part.request_id, len(part.token_ids), self.num_accepted[part.request_id]) for part in self.rows)
 
 
 class LentBlocks(NamedTuple):
@@ -197,6 +246,7 @@ class StepLaunch:
     loans: LentBlocks | None = None  # blocks of the engine's that it writes; None: of its sequences alone
     on_host: Tensor | None = None  # the tokens of its sampled rows, once it is computed
     takes_highest: bool = False  # the highest logits of its rows are all that is asked for
+    drafts: Drafts | None = None
     draw: Draw | None = None
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
     embeddings: dict[int, bytes] = field(default_factory=dict)  # by place among the sampled rows
@@ -352,21 +402,12 @@ class JumpAhead:
         assert self._masks is not None, "nothing is forced without masks"
         table, row = self._table, self._table.row(request_id)
         count = int(table.num_tokens[row])
-        token_ids = self._masks.take_forced(row, min(at_most, self._space(row)))
+        token_ids = self._masks.take_forced(row, min(at_most, table.space(row)))
         if token_ids:
             table.tokens[row, count : count + len(token_ids)] = token_ids
             table.num_tokens[row] = count + len(token_ids)
             self._sampler.record(row, token_ids)
         return token_ids
-
-    def _space(self, row: int) -> int:
-        table = self._table
-        count, num_computed = int(table.num_tokens[row]), int(table.num_computed[row])
-        if count - num_computed != 1 or table.is_hidden[row]:
-            return 0
-        limit = table.sequence(row).sampling.max_tokens
-        slots = int(table.num_blocks[row]) * table.block_size
-        return min(slots, table.max_context_len, int(table.prompt_lens[row]) + limit - 1) - count
 
 
 def forced_counts(forced: Forced, failed: Collection[RequestId]) -> tuple[tuple[RequestId, int], ...]:

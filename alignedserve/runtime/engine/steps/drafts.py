@@ -1,0 +1,106 @@
+"""Drafts: guesses of the next tokens of sequences that decode, which one pass verifies (prompt lookup, Saxena 2023).
+
+A sequence computes its last token and its drafts in one step. Every one of these places has logits, and a token is
+chosen from each as single steps would choose it: kernels give the same bits whatever shares a step, and a draw is a
+function of seed and place. Chosen tokens count up to the first that differs from its draft. So an answer is the same
+with and without drafts, to the last bit. Keys and values behind a wrong draft lie in slots that are written again
+before they are read.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from alignedserve.core.ids import RequestId
+from alignedserve.runtime.attention.backend import RunPlanner
+from alignedserve.runtime.attention.sequence_table import IntArray, SequenceTable
+from alignedserve.runtime.engine.sampling.sampler import Sampler
+from alignedserve.runtime.engine.steps.step import DraftedRow, Drafts, Slices
+from alignedserve.runtime.grammar.token_masks import TokenMasks
+
+_LEAST_MATCH, _MOST_MATCH = 2, 16  # tokens at the end that an earlier place must have in common; that are compared
+_MOST_PLACES = 64  # that are compared, the latest ones
+
+
+def looked_up(tokens: IntArray, at_most: int) -> IntArray:
+    """Return what followed the earlier place that has most tokens in common with the end, the latest of equals.
+
+    Example: [5, 6, 7, 8, 1, 5, 6] and at most 2: 5, 6 was followed by 7, 8.
+    """
+    places = np.flatnonzero(tokens[:-1] == tokens[-1])[-_MOST_PLACES:]
+    for back in range(1, _MOST_MATCH):
+        longer = places[places >= back]
+        longer = longer[tokens[longer - back] == tokens[-1 - back]] if back < len(tokens) else longer[:0]
+        if not len(longer):
+            if back < _LEAST_MATCH:
+                return tokens[:0]
+            break
+        places = longer
+    first = int(places[-1]) + 1
+    return tokens[first : first + at_most]
+
+
+class Drafter(Protocol):
+    """Guesses the next tokens of a sequence."""
+
+    def __call__(self, tokens: IntArray, at_most: int) -> IntArray:
+        """Return up to so many tokens that may follow these."""
+        ...
+
+
+class Drafting:
+    """Makes the drafts of a step, and appends them to their sequences."""
+
+    def __init__(
+        self,
+        table: SequenceTable,
+        sampler: Sampler,
+        masks: TokenMasks | None,
+        planner: object,
+        *,
+        end_token_ids: Collection[int],
+        is_able: bool,
+    ) -> None:
+        """`planner`: of attention. `is_able`: whether nothing else excludes drafts in this engine."""
+        self._table, self._sampler, self._masks, self._ends = table, sampler, masks, frozenset(end_token_ids)
+        self.drafter: Drafter = looked_up
+        self.is_able = is_able and isinstance(planner, RunPlanner)
+
+    def take(self, slices: Slices, most: Mapping[RequestId, int]) -> Drafts | None:
+        """Draft up to so many tokens of each sequence, in the slots that are left in its blocks; None: nothing."""
+        table = self._table
+        rows = table.rows([request_id for request_id, _ in slices])
+        if not self.is_able or any(count != 1 for _, count in slices):
+            return None
+        if (table.num_tokens[rows] - table.num_computed[rows] != 1).any() or table.is_hidden[rows].any():
+            return None
+        made = [
+            DraftedRow(request_id, row, int(table.num_tokens[row]), drafts)
+            for (request_id, _), row in zip(slices, rows.tolist(), strict=True)
+            if (drafts := self._draft(row, most.get(request_id, 0)))
+        ]
+        for part in made:
+            end = part.num_tokens + len(part.token_ids)
+            table.tokens[part.row, part.num_tokens : end] = part.token_ids
+            table.num_tokens[part.row] = end
+        return Drafts(made, {}) if made else None
+
+    def _draft(self, row: int, at_most: int) -> tuple[int, ...]:
+        table = self._table
+        at_most = min(at_most, table.space(row)) if at_most > 0 and self._can_verify(row) else 0
+        if at_most < 1:
+            return ()
+        drafts = self.drafter(table.tokens[row, : table.num_tokens[row]], at_most)
+        return _until(drafts.tolist(), self._ends.union(table.sequence(row).sampling.stop_token_ids))
+
+    def _can_verify(self, row: int) -> bool:
+        rows = np.array([row])
+        has_grammar = self._masks is not None and self._masks.has_any(rows)
+        return not has_grammar and not self._sampler.changes_logits(rows, self._table.num_tokens[rows])
+
+
+def _until(token_ids: Sequence[int], ends: frozenset[int]) -> tuple[int, ...]:
+    # An answer ends with such a token, which single steps choose.
+    last = next((at for at, token_id in enumerate(token_ids) if token_id in ends), len(token_ids))
+    return tuple(token_ids[:last])
