@@ -40,8 +40,8 @@ from alignedserve.cluster.deployments.orders import (
     RemoveModel,
 )
 from alignedserve.cluster.deployments.site import Described, EndingDeployment, HostedDeployments
+from alignedserve.cluster.desired import Health, ProcessState
 from alignedserve.cluster.ray_node import answer_or_none, have_all_ended
-from alignedserve.cluster.restarts import Health, ProcessState
 from alignedserve.cluster.starting import Starting
 from alignedserve.core.errors import AlignedServeError, NotEnoughMemory
 from alignedserve.runtime.model.served_model import DeploymentPhase, DeploymentState, ServedDeployment

@@ -15,11 +15,11 @@ from alignedserve.cluster.deployments.logic import Prepared
 from alignedserve.cluster.deployments.on_demand import ModelOnDemand
 from alignedserve.cluster.deployments.orders import AddModel, ReplaceModel
 from alignedserve.cluster.deployments.preparing import Asleep, HostedPlan, HostedPreparing, Surroundings, in_background
+from alignedserve.cluster.desired import Health, ProcessState
 from alignedserve.cluster.nodes.admission import Agent
 from alignedserve.cluster.nodes.joining import Joining
 from alignedserve.cluster.nodes.members import HostedModel, Member
 from alignedserve.cluster.ray_node import answers_so_far, have_all_ended, kill_actors
-from alignedserve.cluster.restarts import Health, ProcessState
 from alignedserve.cluster.run_folder import remove_files
 from alignedserve.cluster.starting import START_TIMEOUT_S, LoggingObserver, Patience, Starting, StartObserver
 from alignedserve.core.request import LoraAdapter
@@ -108,7 +108,7 @@ class HostedDeployments:
         self, deployment_id: str, order: AddModel | ReplaceModel, replaced: str | None, asleep: Asleep
     ) -> "Future[Any]":
         """Begin to plan one more deployment; the result is for `note_prepared`, or an error of the tree."""
-        members = [member for member in self._members.values() if member.name not in self._joining.drains]
+        members = [member for member in self._members.values() if member.name not in self._joining.wanted.drains]
         able = tuple(replace(member, others=dict(member.others)) for member in members)  # for a thread, as they are now
         device = self._joining.plan.config.engine.device
         around = Surroundings(able, dict(self._joining.models), dict(self._joining.wholes), device, asleep)

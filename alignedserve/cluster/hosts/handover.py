@@ -13,12 +13,11 @@ import msgspec
 
 from alignedserve.cluster.actor_factory import ClusterSecrets, PreparedNode
 from alignedserve.cluster.deployments.logic import DeploymentsLogic, LeftDeployment
-from alignedserve.cluster.draining.drains import Drains, ProcessDrain
-from alignedserve.cluster.hosts.membership import Host
+from alignedserve.cluster.desired import DrainedNode, Host, ProcessDrain, RollingRestart, WantedCluster
 from alignedserve.cluster.memory_planner import Machine
 from alignedserve.cluster.nodes.admission import JoiningDevice, agent_of
 from alignedserve.cluster.nodes.joining import Joining, Shares
-from alignedserve.cluster.nodes.members import DrainedNode, HostedModel, Member
+from alignedserve.cluster.nodes.members import HostedModel, Member
 from alignedserve.cluster.nodes.plan import ClusterPlan
 from alignedserve.cluster.nodes.ray_nodes import RayNode, WorkerShare
 from alignedserve.cluster.placement import DeploymentPlacement, NodeCapacity, NodeShare, PlacedCounts
@@ -103,14 +102,15 @@ class _Handover(_Struct, frozen=True):
     num_folders: int
     vacant: tuple[tuple[Host, tuple[Shares, ...]], ...]
     drains: dict[str, ProcessDrain]
-    drains_seen_s: float
     drained: dict[str, DrainedNode]
+    restart: RollingRestart | None
+    seen_s: float
     members: tuple[_Member, ...]
 
 
 def encode(state: ClusterState) -> bytes:
     """Return the record of a state; the same bytes while nothing of it changes."""
-    joining, authority = state.joining, state.secrets.authority
+    joining, wanted, authority = state.joining, state.joining.wanted, state.secrets.authority
     first, sections = joining.plan.deployment_id, _Sections()
     plans = {key: _plan_record(model.plan, sections) for key, model in joining.models.items() if key != first}
     first_plan = _plan_record(joining.plan, sections)
@@ -135,9 +135,10 @@ def encode(state: ClusterState) -> bytes:
             num_nodes=joining.num_nodes,
             num_folders=joining.num_folders,
             vacant=tuple((host, tuple(shares)) for host, shares in joining.vacant.items()),
-            drains=dict(joining.drains.going_on),
-            drains_seen_s=joining.drains.seen_s,
-            drained=joining.drained,
+            drains=wanted.drains,
+            drained=wanted.drained,
+            restart=wanted.restart,
+            seen_s=wanted.seen_s if wanted.drains or wanted.restart is not None else 0.0,
             members=members,
         )
     )
@@ -170,8 +171,7 @@ def _state_of(record: _Handover) -> ClusterState:
     joining.wholes = record.wholes
     joining.num_folders = record.num_folders
     joining.vacant = {host: list(shares) for host, shares in record.vacant}
-    joining.drains = Drains(record.drains, record.drains_seen_s)
-    joining.drained = record.drained
+    joining.wanted = WantedCluster(record.drains, record.drained, record.restart, record.seen_s)
     authority = CertificateAuthority.from_pem(*record.authority) if record.authority is not None else None
     return ClusterState(
         asked=record.asked,
