@@ -26,7 +26,7 @@ from alignedserve.batches.location import SharedState
 from alignedserve.cluster.actor_factory import ActorFactory, PreparedNode
 from alignedserve.cluster.batch_storage import StateLock, open_batch_storage
 from alignedserve.cluster.deployments.admin_api import AdminApi
-from alignedserve.cluster.deployments.driver import DeploymentsDriver
+from alignedserve.cluster.deployments.driver import DeploymentsDriver, HostedDeployments
 from alignedserve.cluster.deployments.on_demand import ModelOnDemand, OnDemandModels
 from alignedserve.cluster.deployments.orders import (
     AdminRequest,
@@ -49,7 +49,6 @@ from alignedserve.cluster.deployments.orders import (
     problem_of,
 )
 from alignedserve.cluster.deployments.preparing import DeploymentSettings, Examine, HostedPreparing
-from alignedserve.cluster.deployments.site import HostedDeployments
 from alignedserve.cluster.desired import (
     STARTS_AGAIN,
     Act,

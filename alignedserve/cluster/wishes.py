@@ -11,7 +11,6 @@ import msgspec
 
 from alignedserve.cluster.actor_factory import PreparedNode
 from alignedserve.cluster.deployments.division import worker_bytes
-from alignedserve.cluster.deployments.logic import DeploymentStage
 from alignedserve.cluster.deployments.orders import DeploymentReport, DrainNode, RestartWorkers, ScaleWorkers
 from alignedserve.cluster.desired import ProcessDrain, RollingRestart
 from alignedserve.cluster.hosts.record import DRAINED, NodeRecord
@@ -170,11 +169,11 @@ class Wishes:
             raise ConfigError("workers that others stand by for (decode.standby) keep their number; serve anew with it")
 
     def _deployment_of(self, model: str | None) -> str:
-        serving = [row for row in self._joining.logic.standings if row.phase is DeploymentStage.SERVING]
-        matching = [standing for standing in serving if model in (None, standing.name)]
+        serving = self._joining.logic.serving
+        matching = [deployment_id for name, deployment_id in serving.items() if model in (None, name)]
         if len(matching) == 1:
-            return matching[0].deployment_id
-        names = ", ".join(standing.name for standing in serving)
+            return matching[0]
+        names = ", ".join(serving)
         if model is None:
             raise ConfigError(f"several models are served ({names}); say whose workers are meant with --model NAME")
         raise ConfigError(f"no model is served as {model}; there are {names}")

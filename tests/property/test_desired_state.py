@@ -3,6 +3,18 @@
 import random
 from dataclasses import replace
 
+from alignedserve.cluster.deployments.logic import (
+    PROVING_S,
+    DeploymentsLogic,
+    DeploymentStage,
+    Failed,
+    ModelAct,
+    ModelStep,
+    Prepared,
+    SeenModels,
+    View,
+)
+from alignedserve.cluster.deployments.orders import AddModel, ModelOrder, RemoveModel, ReplaceModel
 from alignedserve.cluster.desired import (
     RETURN_S,
     Act,
@@ -194,3 +206,87 @@ def test_a_look_that_nothing_follows_gives_the_same_steps_again(seed: int) -> No
         assert [step for step in again if step.act in (Act.PREPARE, Act.CANCEL, Act.FORGET)] == lasting
         for step in first:
             world.perform(step)
+
+
+class ModelsWorld:
+    """Models that come and go by order: each step succeeds or fails some time later, and is reported."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.rng = rng
+        self.now = 0.0
+        self.logic = DeploymentsLogic.of_start({"": "a"})
+        self.jobs: dict[str, ModelAct] = {}  # by deployment
+        self.processes = {""}
+        self.waiting: set[str] = set()  # orders without a last answer
+        self.num_orders = 0
+
+    def order(self) -> None:
+        name, within_s = self.rng.choice("abc"), self.rng.choice((None, 5.0))
+        orders: tuple[ModelOrder, ...] = (
+            *(AddModel("/m", name), ReplaceModel(name, "/m", (), within_s)),
+            RemoveModel(name, within_s),
+        )
+        self.num_orders += 1
+        self.waiting.add(f"order-{self.num_orders}")
+        self.perform(self.logic.order(f"order-{self.num_orders}", self.rng.choice(orders), self.now))
+
+    def perform(self, steps: list[ModelStep]) -> None:
+        for step in steps:
+            match step.act:
+                case ModelAct.PREPARE | ModelAct.START | ModelAct.END:
+                    self.jobs[step.subject] = step.act
+                    self.processes |= {step.subject} if step.act is ModelAct.START else set()
+                case ModelAct.DONE | ModelAct.REFUSE:
+                    assert step.text
+                    self.waiting.remove(step.subject)
+                case ModelAct.SAY:
+                    assert step.subject in self.waiting
+
+    def look(self, *, is_calm: bool = False) -> None:
+        prepared, up, failed, gone = dict[str, Prepared](), list[str](), dict[str, Failed](), list[str]()
+        for key in [key for key in self.jobs if is_calm or self.rng.random() < 0.4]:
+            act = self.jobs.pop(key)
+            if act is ModelAct.END:
+                self.processes.discard(key)
+                gone.append(key)
+            elif not is_calm and self.rng.random() < 0.3:
+                failed[key] = Failed("no room", is_full=True)
+            elif act is ModelAct.START:
+                up.append(key)
+            else:
+                prepared[key] = Prepared(self.logic.of(key).name)
+        is_heard = is_calm or self.rng.random() < 0.7
+        views = {row.deployment_id: self.view(is_calm=is_calm) for row in self.logic.rows} if is_heard else {}
+        self.perform(self.logic.reconcile(SeenModels(prepared, up, failed, views, gone), self.now))
+
+    def view(self, *, is_calm: bool) -> View:
+        is_ready = is_calm or self.rng.random() < 0.4
+        return View(None if is_ready else "no token yet", 0 if is_calm else self.rng.randrange(3))
+
+    def succeed(self) -> None:
+        """Let another driver take over: orders that have no row are forgotten."""
+        self.jobs.clear()
+        self.logic = DeploymentsLogic(self.logic.left, self.logic.num_named)
+        self.perform(self.logic.resume(self.now))
+        self.waiting = {row.order_id for row in self.logic.rows if row.order_id is not None}
+
+
+@each("seed", range(60))
+def test_every_order_about_models_is_answered_once_and_leaves_models_that_serve(seed: int) -> None:
+    world = ModelsWorld(random.Random(seed))
+    for _ in range(200):
+        world.now += world.rng.uniform(0.1, PROVING_S / 4)
+        chance = world.rng.random()
+        if chance < 0.2:
+            world.order()
+        elif chance < 0.22:
+            world.succeed()
+        world.look()
+    for _ in range(100):
+        world.now += 1.0
+        world.look(is_calm=True)
+    rows = world.logic.rows
+    assert not world.waiting
+    assert {row.phase for row in rows} == {DeploymentStage.SERVING}
+    assert {row.deployment_id for row in rows} == world.processes
+    assert len({row.name for row in rows}) == len(rows) >= 1

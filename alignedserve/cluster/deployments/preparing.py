@@ -1,10 +1,8 @@
 """Plans one more deployment of a cluster: settings, nodes, and a part of each node's free resources."""
 
 import logging
-import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -108,19 +106,6 @@ class DeploymentSettings:
 
 def _names_of(served: ServedModel) -> list[str]:
     return [served.name, *served.aliases, *(adapter.name for adapter in served.adapters)]
-
-
-def in_background(prepare: Callable[[], Any], name: str) -> "Future[Any]":
-    future: Future[Any] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(prepare())
-        except Exception as error:  # noqa: BLE001  (raised again where the result is asked for)
-            future.set_exception(error)
-
-    threading.Thread(target=run, name=name, daemon=True).start()
-    return future
 
 
 logger = logging.getLogger(__name__)

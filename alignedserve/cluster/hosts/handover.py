@@ -12,7 +12,7 @@ from typing import Any, get_type_hints
 import msgspec
 
 from alignedserve.cluster.actor_factory import ClusterSecrets, PreparedNode
-from alignedserve.cluster.deployments.logic import DeploymentsLogic, LeftDeployment
+from alignedserve.cluster.deployments.logic import Deployment, DeploymentsLogic
 from alignedserve.cluster.desired import DrainedNode, Host, ProcessDrain, RollingRestart, WantedCluster
 from alignedserve.cluster.memory_planner import Machine
 from alignedserve.cluster.nodes.admission import JoiningDevice, agent_of
@@ -95,7 +95,7 @@ class _Handover(_Struct, frozen=True):
     first: _Plan
     models: dict[str, _Model]
     device: JoiningDevice
-    deployments: tuple[LeftDeployment, ...]
+    deployments: tuple[Deployment, ...]
     num_named: int
     wholes: dict[str, Machine]
     num_nodes: int

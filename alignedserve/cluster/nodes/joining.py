@@ -119,11 +119,8 @@ class Joining:
 
     def lasting_models(self) -> dict[str, HostedModel]:
         """Return the models that a node may begin to work for: models that neither drain nor end."""
-        leaving = {
-            standing.deployment_id
-            for standing in self.logic.standings
-            if standing.phase in (DeploymentStage.DRAINING, DeploymentStage.ENDING)
-        }
+        ends = (DeploymentStage.DRAINING, DeploymentStage.ENDING)
+        leaving = {row.deployment_id for row in self.logic.rows if row.phase in ends}
         return {key: model for key, model in self.models.items() if key not in leaving}
 
     def _take_shares(

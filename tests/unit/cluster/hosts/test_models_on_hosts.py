@@ -12,14 +12,7 @@ import pytest
 from alignedserve.cluster import serving_cluster
 from alignedserve.cluster.deployments import preparing
 from alignedserve.cluster.deployments.division import holding_of
-from alignedserve.cluster.deployments.logic import (
-    DeploymentsLogic,
-    DeploymentStage,
-    LeftDeployment,
-    Ordered,
-    View,
-    Viewed,
-)
+from alignedserve.cluster.deployments.logic import Deployment, DeploymentsLogic, DeploymentStage, SeenModels, View
 from alignedserve.cluster.deployments.orders import (
     AddModel,
     AdminRequest,
@@ -228,7 +221,7 @@ def test_workers_that_do_not_start_are_told_to_users_and_gateways(
 def test_the_next_driver_goes_on_with_an_order_that_the_last_one_had_begun(
     store: dict[str, bytes], tmp_path: Path
 ) -> None:
-    left = [LeftDeployment("", "a", DeploymentStage.SERVING), LeftDeployment("2", "b", DeploymentStage.DRAINING, "x")]
+    left = [Deployment("", "a"), Deployment("2", "b", DeploymentStage.DRAINING, "x")]
     following = started(tmp_path, {}, DeploymentsLogic(left, 2))
     store["c/order/x"] = msgspec.json.encode(RemoveModel("b"))
     assert following.check()
@@ -267,9 +260,9 @@ def test_a_node_that_joins_begins_nothing_for_a_model_that_is_about_to_end(
     member = cluster._members.pop("id-1")
     share = replace(member.prepared.share, deployment_id="2", decode=("worker-1.2",), gateways=())
     member.set_part(replace(member.prepared, share=share))
-    joining.logic.on_event(Ordered("x", RemoveModel("other")), 0.0)
-    joining.logic.on_event(Viewed({"2": View(None, 0)}), 1.0)
-    assert [one.phase for one in joining.logic.standings] == [DeploymentStage.SERVING, DeploymentStage.ENDING]
+    joining.logic.order("x", RemoveModel("other"), 0.0)
+    joining.logic.reconcile(SeenModels(views={"2": View(None, 0)}), 1.0)
+    assert [row.phase for row in joining.logic.rows] == [DeploymentStage.SERVING, DeploymentStage.ENDING]
     monkeypatch.setattr(cluster, "add_node", lambda node: cluster._actors.setdefault(node.share.node, {}))
     cluster._admit(member)
     assert list(member.models) == [""]

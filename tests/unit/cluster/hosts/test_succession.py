@@ -11,7 +11,7 @@ import pytest
 from cryptography import x509
 
 from alignedserve.cluster.actor_factory import ClusterSecrets
-from alignedserve.cluster.deployments.logic import DeploymentsLogic, DeploymentStage, LeftDeployment
+from alignedserve.cluster.deployments.logic import Deployment, DeploymentsLogic, DeploymentStage
 from alignedserve.cluster.desired import DrainedNode, ProcessDrain, RollingRestart, SeenCluster, reconcile
 from alignedserve.cluster.hosts import succession
 from alignedserve.cluster.hosts.handover import ClusterState, decode, encode
@@ -73,7 +73,7 @@ def test_the_next_driver_gets_what_the_last_one_knew(driver: Driver) -> None:
     share = replace(other.prepared.share, deployment_id="2", decode=("decode-1.2",), gateways=())
     other.set_part(replace(other.prepared, share=share, num_far_decode=3, joins_others=True))
     other.placed = {"decode-1": WorkerShare(0, 2.0, 0.5)}
-    joining.logic = DeploymentsLogic([LeftDeployment("2", "b", DeploymentStage.DRAINING, "order", 5.0)], 2)
+    joining.logic = DeploymentsLogic([Deployment("2", "b", DeploymentStage.DRAINING, "order", 5.0)], 2)
     joining.models["2"] = HostedModel(joining.models[""].plan, {"model": {"path": "/m"}}, "digest")
     joining.wholes["node-0"] = Machine(1, 2, 3, True)
     joining.vacant["host-7", "10.0.0.7"] = [(share,)]
