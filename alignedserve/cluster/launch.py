@@ -15,12 +15,12 @@ from alignedserve.cluster import preflight
 from alignedserve.cluster.actor_factory import ActorClasses, ActorFactory, ClusterSecrets, PreparedNode
 from alignedserve.cluster.deployments.on_demand import ModelOnDemand
 from alignedserve.cluster.deployments.planning import PlannedModel, plan_models
-from alignedserve.cluster.hosts.handover import ClusterState
 from alignedserve.cluster.hosts.ray_directory import NAMESPACE
 from alignedserve.cluster.hosts.record import read_record
-from alignedserve.cluster.hosts.succession import Succession, digest_of, left_by_former
+from alignedserve.cluster.hosts.succession import ClusterState, Succession, digest_of, left_by_former
 from alignedserve.cluster.local_ray.worker_template import WorkerTemplate
 from alignedserve.cluster.machine import GpuClaims, GpusTaken, claim_gpus
+from alignedserve.cluster.memory_planner import with_block_size
 from alignedserve.cluster.nodes.admission import (
     Agent,
     NodeAdmission,
@@ -59,7 +59,6 @@ from alignedserve.cluster.ray_node import join_ray, kill_actors
 from alignedserve.cluster.recording_folder import remove_unserved, with_absolute_folder, write_run_file
 from alignedserve.cluster.run_folder import make_run_folder, make_run_root
 from alignedserve.cluster.serving_cluster import DriverSetup, ServingCluster
-from alignedserve.cluster.sizing import with_block_size
 from alignedserve.cluster.starting import LoggingObserver, StartObserver
 from alignedserve.config.model_settings import ModelSettings
 from alignedserve.config.sections import ClusterConfig

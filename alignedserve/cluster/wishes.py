@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 
 from alignedserve.cluster.actor_factory import PreparedNode
-from alignedserve.cluster.deployments.division import worker_bytes
 from alignedserve.cluster.deployments.orders import DeploymentReport, DrainNode, RestartWorkers, ScaleWorkers
+from alignedserve.cluster.deployments.planning import worker_bytes
 from alignedserve.cluster.desired import ProcessDrain, RollingRestart
 from alignedserve.cluster.hosts.record import DRAINED, NodeRecord
 from alignedserve.cluster.hosts.resizing import Resize, RunningNode, node_called, plan_resize, require_drainable

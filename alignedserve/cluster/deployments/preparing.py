@@ -13,12 +13,11 @@ from alignedserve.cluster import preflight
 from alignedserve.cluster.actor_factory import PreparedNode
 from alignedserve.cluster.deployments.orders import AddModel, ReplaceModel
 from alignedserve.cluster.deployments.planning import PlannedModel, plan_one_more
-from alignedserve.cluster.memory_planner import Machine
+from alignedserve.cluster.memory_planner import Machine, with_block_size
 from alignedserve.cluster.nodes.admission import NodeAdmission, NodeReport, OwnHost, missing_copies
 from alignedserve.cluster.nodes.members import HostedModel, Member, holdings_of, resources_of
 from alignedserve.cluster.nodes.plan import ClusterPlan, NodeResources, resolve_for
 from alignedserve.cluster.nodes.ray_nodes import RayNode
-from alignedserve.cluster.sizing import with_block_size
 from alignedserve.config.model_settings import ModelSettings, name_of, require_adapters_apart
 from alignedserve.config.sections import ClusterConfig
 from alignedserve.core.errors import AdapterError, ConfigError, PeerLost, ResourceError

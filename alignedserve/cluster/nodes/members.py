@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from alignedserve.cluster.actor_factory import BATCHES, PreparedNode
-from alignedserve.cluster.deployments.division import HeldMemory, holding_of
+from alignedserve.cluster.deployments.planning import HeldMemory, holding_of
 from alignedserve.cluster.hosts.record import DRAINING, ActorRecord, NodeRecord
 from alignedserve.cluster.nodes.admission import Agent, NodeReport, agent_name
 from alignedserve.cluster.nodes.plan import ClusterPlan, NodePart, NodeResources

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from alignedserve.cluster.deployments import division
-from alignedserve.cluster.deployments.division import (
+from alignedserve.cluster.deployments.planning import (
     AssignableModel,
     AssignableNode,
     HeldMemory,

@@ -37,7 +37,7 @@ from alignedserve.cluster.hosts.supervisor import driver_log, end_supervisor, st
 from alignedserve.cluster.local_ray.worker_template import WorkerTemplate
 from alignedserve.cluster.serving_cluster import AskedToStop, ServingCluster
 from alignedserve.cluster.signals import ignore_signals
-from alignedserve.cluster.sizing import SizeChoice
+from alignedserve.cluster.memory_planner import SizeChoice
 from alignedserve.config.environment import api_keys, ray_address
 from alignedserve.config.model_settings import ModelSettings, load_models, name_of
 from alignedserve.config.overrides import override_of

@@ -11,7 +11,6 @@ import pytest
 
 from alignedserve.cluster import serving_cluster
 from alignedserve.cluster.deployments import preparing
-from alignedserve.cluster.deployments.division import holding_of
 from alignedserve.cluster.deployments.logic import Deployment, DeploymentsLogic, DeploymentStage, SeenModels, View
 from alignedserve.cluster.deployments.orders import (
     AddModel,
@@ -26,6 +25,7 @@ from alignedserve.cluster.deployments.orders import (
 )
 from alignedserve.cluster.deployments.planning import (
     PlannedModel,
+    holding_of,
     models_for_node,
     plan_models,
     plan_one_more,

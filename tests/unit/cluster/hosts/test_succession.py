@@ -14,9 +14,8 @@ from alignedserve.cluster.actor_factory import ClusterSecrets
 from alignedserve.cluster.deployments.logic import Deployment, DeploymentsLogic, DeploymentStage
 from alignedserve.cluster.desired import DrainedNode, ProcessDrain, RollingRestart, SeenCluster, reconcile
 from alignedserve.cluster.hosts import succession
-from alignedserve.cluster.hosts.handover import ClusterState, decode, encode
 from alignedserve.cluster.hosts.record import ClusterRecord, own_versions
-from alignedserve.cluster.hosts.succession import Succession, digest_of, left_by_former
+from alignedserve.cluster.hosts.succession import ClusterState, Succession, decode, digest_of, encode, left_by_former
 from alignedserve.cluster.memory_planner import Machine
 from alignedserve.cluster.nodes.admission import Agent
 from alignedserve.cluster.nodes.agent import KeptState
