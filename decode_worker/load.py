@@ -3,19 +3,22 @@
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+import msgspec
+
 from alignedserve.messages.caches import DecodePace
 from alignedserve.messages.events import Send
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.request_notes import Cause
 from alignedserve.messages.workers import PACKED_FROM, JoinedBatch, WorkerLoad
 from alignedserve.scheduling.policy import IterationHistory
+from alignedserve.worker_core.candidate import Candidate
+from alignedserve.worker_core.request import CacheStage
 from alignedserve.worker_core.request_notes import WaitingRequest
 from decode_worker.batching.batch_order import BatchOrder
 from decode_worker.batching.candidates import Candidates
 from decode_worker.batching.eviction import Evictions
 from decode_worker.batching.running_batch import span_of
 from decode_worker.batching.scheduled_batch import DecodeBatch
-from decode_worker.state import CacheLocation, Candidate
 
 _WIDEST_JOIN = 1.5  # longest over shortest of the lengths that may join
 _SPAN_STEP = 16  # tokens; the running range is reported in such steps
@@ -23,21 +26,10 @@ _ROOM_ITERATIONS = 4  # where slack is packed, the room is counted again after s
 
 
 class _CandidateCounts(NamedTuple):
-    num_joining: int
-    num_following: int
-    num_blocks: int
-    num_real_time: int  # of those that follow, where classes are known; of all, where slack is packed
-
-
-class _LoadCounts(NamedTuple):
-    num_running: int
-    num_joining: int  # candidates of the running batch
-    num_following: int  # and of the next
-    num_blocks: int  # blocks that both will take
-    num_real_time: int  # as above
-    num_verified: int
-    num_evictions: int
-    running: JoinedBatch | None
+    num_joining: int = 0  # candidates of the running batch
+    num_following: int = 0  # and of the next
+    num_blocks: int = 0  # that both will take
+    num_real_time: int = 0  # of those that follow, where classes are known; of all, where slack is packed
 
 
 class LoadCounter:
@@ -49,46 +41,37 @@ class LoadCounter:
         self._order = order
         self._evictions = evictions
         self._waiting_of: tuple[int, int] | None = None  # versions for which `_waiting` was counted
-        self._waiting = _CandidateCounts(0, 0, 0, 0)
+        self._waiting = _CandidateCounts()
         self._range_of: tuple[int, int, int, int] | None = None
         self._range: JoinedBatch | None = None
-        self._reported: _LoadCounts | None = None
+        self._reported: WorkerLoad | None = None
 
     def report(self, num_verified: int, num_iterations: int, *, is_due: bool) -> WorkerLoad | None:
-        counts = self._counts(num_verified, num_iterations)
-        if counts == self._reported and not is_due:
-            return None
-        self._reported = counts
-        return WorkerLoad(
-            num_running=counts.num_running,
-            num_candidate_requests=counts.num_joining,
-            num_batch_candidates=counts.num_following,
-            num_candidate_blocks=counts.num_blocks,
-            num_free_blocks=self._batch.num_free,
-            num_handoffs_verified=counts.num_verified,
-            num_evictions=counts.num_evictions,
-            running=counts.running,
-            num_real_time_candidates=counts.num_real_time,
+        waiting = self._count_waiting()
+        load = WorkerLoad(
+            num_running=self._batch.num_holding,
+            num_candidate_requests=waiting.num_joining,
+            num_batch_candidates=waiting.num_following,
+            num_candidate_blocks=waiting.num_blocks,
+            num_handoffs_verified=num_verified,
+            num_evictions=self._evictions.num_evictions + self._batch.num_preemptions,
+            running=self._running_range(num_iterations),
+            num_real_time_candidates=waiting.num_real_time,
         )
+        if load == self._reported and not is_due:
+            return None
+        self._reported = load
+        return msgspec.structs.replace(load, num_free_blocks=self._batch.num_free)
 
     def waiting(self) -> Iterator[WaitingRequest]:
         num_running = self._batch.num_holding
         for candidate in self._candidates:
             yield WaitingRequest(candidate.request.request_id, self._cause_of(candidate), num_running)
 
-    def _counts(self, num_verified: int, num_iterations: int) -> _LoadCounts:
-        return _LoadCounts(
-            self._batch.num_holding,
-            *self._count_waiting(),
-            num_verified,
-            self._evictions.num_evictions + self._batch.num_preemptions,
-            self._running_range(num_iterations),
-        )
-
     def _cause_of(self, candidate: Candidate) -> Cause:
         if not self._order.joins_running(candidate):
             return Cause.EARLIER_BATCH
-        if candidate.location is CacheLocation.PREFETCHING:
+        if candidate.stage is CacheStage.PREFETCHING:
             return Cause.PREFETCH
         if not self._batch.has_place:
             return Cause.BATCH_FULL
@@ -98,7 +81,7 @@ class LoadCounter:
     def _count_waiting(self) -> _CandidateCounts:
         versions = (self._candidates.version, self._order.version)
         if versions != self._waiting_of:
-            staying = [candidate for candidate in self._candidates if candidate.location is not CacheLocation.RETURNING]
+            staying = [candidate for candidate in self._candidates if candidate.stage is not CacheStage.RETURNING]
             num_joining = sum(self._order.joins_running(candidate) for candidate in staying)
             num_blocks = sum(self._batch.blocks_for(candidate.context_len) for candidate in staying)
             self._waiting_of = versions

@@ -15,6 +15,10 @@ The life of a request on a decode worker:
    If no buffer has space for it, it is preempted and recomputed later. (batching/eviction.py)
 """
 
+from collections.abc import Iterable
+
+from typing_extensions import override
+
 from alignedserve.core.ids import RequestId
 from alignedserve.messages.caches import (
     ArenaOffered,
@@ -26,54 +30,39 @@ from alignedserve.messages.caches import (
     ReservationRefused,
     ReserveBlocks,
 )
-from alignedserve.messages.events import (
-    CommonEvent,
-    Dial,
-    HangUp,
-    PeerConnected,
-    PeerDisconnected,
-    Received,
-    Send,
-    SendTo,
-    StopDialling,
-    Ticked,
-)
+from alignedserve.messages.events import PeerConnected, PeerDisconnected, Received, Send
 from alignedserve.messages.fields import NO_BATCH
-from alignedserve.messages.gateways import AbortRequest
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.iterations import (
     BlocksLoaded,
     BlocksOffloaded,
     IterationCompleted,
-    LoadBlocks,
     MapArena,
     OffloadBlocks,
-    RunIteration,
     UnmapArena,
 )
 from alignedserve.messages.pools import BatchReceived
-from alignedserve.messages.wire import Message
-from alignedserve.messages.workers import PeerNeeded, PeersChanged, SetPredictedLength, WorkerRegistered
-from alignedserve.worker_core.iteration_cycle import IterationCycle
-from alignedserve.worker_core.iteration_log import IterationLog
+from alignedserve.messages.workers import SetPredictedLength, WorkerLoad, WorkerRegistered
+from alignedserve.worker_core.block_peers import BlockPeers
+from alignedserve.worker_core.candidate import Candidate
+from alignedserve.worker_core.part import Commands, WorkerCommand, WorkerEvent
 from alignedserve.worker_core.request import WorkerRequest
-from alignedserve.worker_core.router_link import RouterLink
+from alignedserve.worker_core.request_notes import Phases, WaitingRequest
+from alignedserve.worker_core.worker_logic import WorkerLogic
 from decode_worker.batching.batch_order import BatchOrder, DecodeLimits, waiting_batch
 from decode_worker.batching.candidates import Candidates
-from decode_worker.batching.eviction import Entries, EvictionCommand, Evictions
+from decode_worker.batching.eviction import EvictionCommand, Evictions
 from decode_worker.batching.running_batch import BatchMember, RunningBatch
 from decode_worker.batching.scheduled_batch import DecodeBatch
-from decode_worker.block_peers import BlockPeers
 from decode_worker.load import LoadCounter, Pace
-from decode_worker.state import Candidate, set_predicted_length
-
-DecodeEvent = CommonEvent | IterationCompleted | BlocksLoaded | BlocksOffloaded
-WorkCommand = RunIteration | LoadBlocks | OffloadBlocks | MapArena | UnmapArena
-DecodeCommand = Send | SendTo | Dial | StopDialling | HangUp | WorkCommand
+from decode_worker.state import set_predicted_length
 
 
-class DecodeLogic:
+class DecodeLogic(WorkerLogic[BatchMember]):
     """Candidates, the running batch, and the one iteration that is in flight at a time."""
+
+    phases = Phases.DECODE
+    kind = "decode worker"
 
     def __init__(
         self,
@@ -86,128 +75,102 @@ class DecodeLogic:
     ) -> None:
         """`batch`: empty; None: all requests are in every iteration, and no objective bounds it. `state_blocks`: of
         every request, before those of its tokens."""
-        self._registered, most = registered, limits.max_running_requests
+        super().__init__(registered, eos_token_ids)
+        most = limits.max_running_requests
         running_batch = RunningBatch.of_worker(registered, most, state_blocks=state_blocks) if batch is None else batch
         self._batch: DecodeBatch = running_batch
+        self._by_id = self._batch.by_id
         knows_classes = limits.switch.best_effort_floor is not None
         self._candidates = Candidates(
             registered.pool_name, registered.block_size, knows_classes=knows_classes, state_blocks=state_blocks
         )
         self._peers = BlockPeers(registered.pool_name)
+        self._parts = (self._peers,)
         packs = self._batch.packing is not None
         self._order = BatchOrder(limits.switch, self._batch.is_mixing_cheaper, packs=packs)
         self._evictions = Evictions(self._batch, self._candidates, self._order)
         self._aborted: list[BatchMember] = []  # dropped at the end of the iteration
         self._unreached: list[Candidate] = []  # given back with the next tick: at once, they would come back at once
-        self._load = LoadCounter(self._batch, self._candidates, self._order, self._evictions)
-        self.waiting = self._load.waiting  # what has not entered the batch, and why
-        self._entries = Entries(self._batch, self._candidates, self._order, self._evictions)
+        self._counter = LoadCounter(self._batch, self._candidates, self._order, self._evictions)
         self._moved_at: tuple[int, int, int] | None = None  # versions at which candidates were last examined
         self._num_iterations = 0
         self._num_verified = 0
         self._pace = Pace(registered.pool_name, self._batch.decode_s)
-        self.iteration_log = IterationLog()
-        self._router = RouterLink(registered)
-        self._iterations: IterationCycle[BatchMember, DecodeCommand] = IterationCycle(
-            router=self._router, eos_token_ids=eos_token_ids, release=self._release, iteration_log=self.iteration_log
-        )
 
-    def on_event(self, event: DecodeEvent, now: float) -> list[DecodeCommand]:
-        """Return the commands that follow; the same state, event and now always give the same. Touches only self."""
-        commands = self._handle(event, now)
-        # The next iteration first: it computes while candidates are moved and the messages about the last one are sent.
-        started = self._start_iteration(now)
-        moved = self._move_candidates(now)
-        return [*started, *commands, *moved, *self._report(is_tick=isinstance(event, Ticked))]
-
-    def _handle(self, event: DecodeEvent, now: float) -> list[DecodeCommand]:
+    @override
+    def _on_other(self, event: WorkerEvent, now: float) -> Commands:
         match event:
-            case IterationCompleted():
-                return self._iteration_completed(event, now)
             case BlocksLoaded():
                 return self._loaded(event, now)
             case BlocksOffloaded():
                 return self._send_evictions(self._evictions.evicted(event))
-            case Received(peer, message):
-                return self._on_message(peer, message, now)
             case PeerConnected(role, peer):
-                return self._on_connected(role, peer)
-            case PeerDisconnected(role, peer):
-                return self._on_disconnected(role, peer)
-            case Ticked():
-                moving = (*self._batch.loading.candidates(), *self._evictions.candidates())
-                unused = self._peers.hang_up_unused(now, lambda: self._candidates.peers_in_use(moving))
-                gone = self._preempted(*self._candidates.unheeded(now))
-                gone += self._preempted(*self._unreached, is_refused=True)
-                self._unreached = []
-                return [*self._router.totals(self.iteration_log, now), *self._pace.report(), *unused, *gone]
+                if self._peers.connected(role, peer):
+                    self._router.await_load()  # a pool that gave nothing to a worker without a link may be asked again
+                self._pace.connected(role, peer)
+                return ()
+            case PeerDisconnected(Role.KV_POOL, peer):
+                self._pace.disconnected(peer)
+                lost = self._candidates.pool_disconnected(peer)
+                return [UnmapArena(peer), *self._preempted(*lost, is_refused=True)]
+            case PeerDisconnected(Role.PREFILL_WORKER, peer):
+                return [UnmapArena(peer), *self._preempted(*self._candidates.prefill_worker_disconnected(peer))]
+            case Received(peer, BatchGranted() as granted):
+                return self._granted(peer, granted, now)
+            case Received(peer, ArenaOffered() as offered):
+                is_buffer = not self._peers.is_pool(peer)
+                if is_buffer:
+                    self._candidates.buffer_offered(peer, offered)
+                return [MapArena(peer, offered, stamps=is_buffer)]
+            case Received(_, BlocksPrefetched() as prefetched):
+                missed = self._candidates.prefetched(prefetched)
+                if missed is None:
+                    return ()
+                return [*self._candidates.abort(prefetched.request_id), *self._preempted(missed, is_refused=True)]
+            case Received(_, RequestReturned() as returned):
+                candidate = self._candidates.returned(returned, now)
+                return self._preempted(candidate) if candidate is not None else ()
+            case Received(peer, ReserveBlocks() as reserve):
+                return self._reserve(peer, reserve)
+            case Received(_, CancelReservation(request_id, attempt)):
+                self._candidates.receiver.cancel(request_id, attempt)
+                return ()
+            case Received(peer, BlocksWritten() as written):
+                return self._written(peer, written, now)
+        return super()._on_other(event, now)
 
-    def _on_connected(self, role: Role, peer: str) -> list[DecodeCommand]:
-        if self._peers.connected(role, peer):
-            self._router.await_load()  # a pool that gave nothing to a worker without a link may be asked again
-        self._pace.connected(role, peer)
-        if role is not Role.ROUTER:
-            return []
+    @override
+    def _router_connected(self, peer: str, now: float) -> Commands:
         # A new router knows no request here: its gateways resume them.
-        dropped: list[DecodeCommand] = [*self._candidates.clear()]
+        dropped: list[WorkerCommand] = [*self._candidates.clear()]
         for running in list(self._batch):
             dropped += self._abort(running.request.request_id)
-        for candidate in (*self._batch.loading.candidates(), *self._evictions.candidates()):
+        for candidate in self._moving():
             candidate.is_aborted = True
         return [*self._router.connected(peer), *dropped]
 
-    def _on_disconnected(self, role: Role, peer: str) -> list[DecodeCommand]:
-        if role is Role.KV_POOL:
-            self._pace.disconnected(peer)
-            lost = self._candidates.pool_disconnected(peer)
-            return [UnmapArena(peer), *self._preempted(*lost, is_refused=True)]
-        if role is not Role.PREFILL_WORKER:
-            return []
-        lost = self._candidates.prefill_worker_disconnected(peer)
-        return [UnmapArena(peer), *self._preempted(*lost)]
+    @override
+    def _tick(self, now: float) -> Commands:
+        unused = self._peers.hang_up_unused(now, lambda: self._candidates.peers_in_use(self._moving()))
+        gone = self._preempted(*self._candidates.unheeded(now))
+        gone += self._preempted(*self._unreached, is_refused=True)
+        self._unreached = []
+        return [*self._router.totals(self.iteration_log, now), *self._pace.report(), *unused, *gone]
 
-    def _on_message(self, peer: str, message: Message, now: float) -> list[DecodeCommand]:
-        match message:
-            case BatchGranted():
-                return self._granted(peer, message, now)
-            case SetPredictedLength(request_id=request_id):
-                if set_predicted_length(self._records_of(request_id), message):
-                    self._batch.set_predicted_length(request_id, message.predicted_output_len)
-                return []
-            case AbortRequest():
-                return self._abort(message.request_id, message.attempt)
-            case ArenaOffered():
-                is_buffer = not self._peers.is_pool(peer)
-                if is_buffer:
-                    self._candidates.buffer_offered(peer, message)
-                return [MapArena(peer, message, stamps=is_buffer)]
-            case BlocksPrefetched():
-                missed = self._candidates.prefetched(message)
-                if missed is None:
-                    return []
-                return [*self._candidates.abort(message.request_id), *self._preempted(missed, is_refused=True)]
-            case RequestReturned():
-                candidate = self._candidates.returned(message, now)
-                return self._preempted(candidate) if candidate is not None else []
-            case ReserveBlocks():
-                return self._reserve(peer, message)
-            case PeersChanged():
-                return [*self._peers.changed(message)]
-            case PeerNeeded():
-                return [*self._peers.needed(message.peer, now)]
-            case CancelReservation():
-                self._candidates.receiver.cancel(message.request_id, message.attempt)
-                return []
-            case BlocksWritten():
-                return self._written(peer, message, now)
-        raise AssertionError(f"a decode worker does not take {type(message).__name__}")
+    def _moving(self) -> list[Candidate]:
+        return [*self._batch.loading.candidates(), *self._evictions.candidates()]
 
-    def _granted(self, pool: str, message: BatchGranted, now: float) -> list[DecodeCommand]:
+    @override
+    def _set_predicted_length(self, message: SetPredictedLength) -> None:
+        if set_predicted_length(self._records_of(message.request_id), message):
+            self._batch.set_predicted_length(message.request_id, message.predicted_output_len)
+
+    def _granted(self, pool: str, message: BatchGranted, now: float) -> Commands:
         self._router.await_load()
         far_pool = pool if pool != self._registered.pool_name else None
         members = tuple((handoff.request.request_id, handoff.attempt) for handoff in message.handoffs)
         received = BatchReceived(message.batch_id, members, far_pool or "")
-        commands: list[DecodeCommand] = [*self._router.send(received)]
+        commands: list[WorkerCommand] = [*self._router.send(received)]
         batch_id = message.batch_id if message.joins is None else message.joins
         if message.joins is None:
             self._order.granted(waiting_batch(batch_id, message, now))
@@ -221,24 +184,24 @@ class DecodeLogic:
 
     def _records_of(self, request_id: RequestId) -> list[WorkerRequest]:
         waiting, running = self._candidates.get(request_id), self._batch.get(request_id)
-        moving = self._batch.loading.get(request_id), self._evictions.get(request_id)
+        moving = self._batch.loading.candidate(request_id), self._evictions.get(request_id)
         return [record for record in (waiting, running, *moving) if record is not None]
 
-    def _reserve(self, peer: str, message: ReserveBlocks) -> list[DecodeCommand]:
+    def _reserve(self, peer: str, message: ReserveBlocks) -> Commands:
         request_id = message.request_id
         self._router.observe(message.attempt)
         if self._latest_attempt(request_id) > message.attempt:
             return [Send(peer, ReservationRefused(request_id, message.attempt))]
         return [*self._candidates.reserve(peer, message)]
 
-    def _written(self, peer: str, message: BlocksWritten, now: float) -> list[DecodeCommand]:
+    def _written(self, peer: str, message: BlocksWritten, now: float) -> Commands:
         candidate, answer = self._candidates.written(peer, message, now)
         if candidate is None:
             return [*answer]
         received = BatchReceived(NO_BATCH, ((candidate.request.request_id, candidate.attempt),))
         return [*answer, *self._router.send(received), *self._add_candidate(candidate)]
 
-    def _add_candidate(self, candidate: Candidate) -> list[DecodeCommand]:
+    def _add_candidate(self, candidate: Candidate) -> Commands:
         # What an earlier attempt left here is stale: its abort is on the way, over another link. So is what is still to
         # come of one, straight from a prefill worker, and the candidate itself if it came late.
         request_id, earlier = candidate.request.request_id, candidate.attempt - 1
@@ -250,23 +213,24 @@ class DecodeLogic:
             return [
                 *commands,
                 *self._candidates.release(candidate),
-                *self._router.too_large(candidate, "decode worker"),
+                *self._router.too_large(candidate, self.kind),
             ]
         self._candidates.add(candidate)
         return commands
 
-    def _abort(self, request_id: RequestId, attempt: int | None = None) -> list[DecodeCommand]:
-        commands: list[DecodeCommand] = []
+    @override
+    def _abort(self, request_id: RequestId, attempt: int | None = None) -> Commands:
+        commands: list[WorkerCommand] = []
         self._candidates.forget_returned(request_id, attempt)
         waiting = self._candidates.get(request_id)
         if waiting is not None and waiting.is_up_to(attempt):
             commands += self._candidates.abort(request_id)
-        for candidate in (self._batch.loading.get(request_id), self._evictions.get(request_id)):
+        for candidate in (self._batch.loading.candidate(request_id), self._evictions.get(request_id)):
             if candidate is not None:
                 candidate.abort(attempt)
         running = self._batch.get(request_id)
         if running is not None and running.is_up_to(attempt):
-            if not self._iterations.is_running:
+            if not self._is_computing:
                 self._batch.drop(running)
             elif not running.is_aborted:
                 running.is_aborted = True
@@ -275,10 +239,11 @@ class DecodeLogic:
 
     # --- candidates: admitted, prefetched, returned
 
-    def _move_candidates(self, now: float) -> list[DecodeCommand]:
+    @override
+    def _move(self, now: float) -> Commands:
         if not self._candidates:
             return []
-        commands: list[DecodeCommand] = [*self._entries.load(self._entries.admitted(now))]
+        commands: list[WorkerCommand] = [*self._evictions.load(self._evictions.admitted(now))]
         versions = (self._candidates.version, self._order.version, self._candidates.space.version)
         if versions == self._moved_at:
             return commands  # what could be done for the others has been done
@@ -290,9 +255,9 @@ class DecodeLogic:
                 commands += self._candidates.prefetch(candidate)
         return [*commands, *self._candidates.drain_buffers(now)]
 
-    def _loaded(self, event: BlocksLoaded, now: float) -> list[DecodeCommand]:
+    def _loaded(self, event: BlocksLoaded, now: float) -> Commands:
         fetched = self._peers.fetched(event)
-        commands: list[DecodeCommand] = [*self._router.send(fetched)] if fetched is not None else []
+        commands: list[WorkerCommand] = [*self._router.send(fetched)] if fetched is not None else []
         for load in event.loads:
             entry = self._batch.loaded(load.request_id)
             candidate = entry.candidate
@@ -310,29 +275,32 @@ class DecodeLogic:
                 self._batch.enter(candidate, entry.block_ids, load.copy.context_len, now)
         return commands
 
-    def _start_iteration(self, now: float) -> list[DecodeCommand]:
-        if self._iterations.is_running:
+    # --- iterations
+
+    @override
+    def _start_iteration(self, now: float) -> Commands:
+        if self._is_computing:
             return []
-        commands: list[DecodeCommand] = [*self._evictions.evict_outgoing(now, self._pace.iteration_s())]
+        commands: list[WorkerCommand] = [*self._evictions.evict_outgoing(now, self._pace.iteration_s())]
         if isinstance(self._batch, RunningBatch):
             commands += self._make_room(self._batch)
         else:
             for dropped in self._batch.take_dropped():
                 commands += self._router.send(dropped.preempted())
-            commands += self._entries.load(self._entries.admitted(now))
-            self._batch.view(self._entries.may_enter(now), now)
+            commands += self._evictions.load(self._evictions.admitted(now))
+            self._batch.view(self._evictions.may_enter(now), now)
         begun = self._batch.begin(now)
         if begun is None:
-            return commands + self._fail_stuck()
-        commands += self._entries.load(begun.loads)
+            return [*commands, *self._fail_stuck()]
+        commands += self._evictions.load(begun.loads)
         if begun.command is None:
             return commands
         self._num_iterations += 1
         has_changed, is_switching, alone_s = begun.has_changed, self._order.is_switching, begun.alone_s
-        self._iterations.start(now, begun.members, has_changed=has_changed, is_switching=is_switching, alone_s=alone_s)
+        self._begin_iteration(now, begun.members, has_changed=has_changed, is_switching=is_switching, alone_s=alone_s)
         return [begun.command, *commands]
 
-    def _make_room(self, batch: RunningBatch) -> list[DecodeCommand]:
+    def _make_room(self, batch: RunningBatch) -> Commands:
         growth = batch.grow()
         if growth.num_missing <= 0:
             return []
@@ -341,40 +309,50 @@ class DecodeLogic:
             batch.grow()
         return commands
 
-    def _fail_stuck(self) -> list[DecodeCommand]:
+    def _fail_stuck(self) -> Commands:
         stuck = self._batch.stuck() if isinstance(self._batch, RunningBatch) else None
         if stuck is None or self._evictions.candidates():
             return []
         self._batch.drop(stuck)
-        return [*self._router.too_large(stuck, "decode worker")]
+        return [*self._router.too_large(stuck, self.kind)]
 
-    def _iteration_completed(self, event: IterationCompleted, now: float) -> list[DecodeCommand]:
-        duration_s = self._iterations.end(event, now)
+    @override
+    def _completed(self, event: IterationCompleted, now: float) -> Commands:
+        duration_s = self._end_iteration(event, now)
         self._pace.note(duration_s)
         self._batch.completed(event, now, duration_s)
-        commands = self._iterations.outcome(event, self._batch)
+        return self._outcome(event)
+
+    @override
+    def _pass_ended(self, event: IterationCompleted, now: float) -> Commands:
         aborted, self._aborted = self._aborted, []
         for running in aborted:
             if running.request.request_id not in event.failed:
                 self._batch.drop(running)
-        return commands
+        return ()
 
-    def _release(self, running: BatchMember) -> list[DecodeCommand]:
-        self._batch.drop(running)
-        return []
+    @override
+    def _end(self, request: BatchMember) -> Commands:
+        self._batch.drop(request)
+        return ()
 
-    def _preempted(self, *candidates: Candidate, is_refused: bool = False) -> list[DecodeCommand]:
+    def _preempted(self, *candidates: Candidate, is_refused: bool = False) -> list[Send]:
         return [
             send for candidate in candidates for send in self._router.send(candidate.preempted(is_refused=is_refused))
         ]
 
-    def _send_evictions(self, outcomes: list[EvictionCommand]) -> list[DecodeCommand]:
-        commands: list[DecodeCommand] = []
+    def _send_evictions(self, outcomes: list[EvictionCommand]) -> Commands:
+        commands: list[WorkerCommand] = []
         for outcome in outcomes:
             commands += [outcome] if isinstance(outcome, OffloadBlocks) else self._router.send(outcome)
         return commands
 
-    def _report(self, *, is_tick: bool) -> list[DecodeCommand]:
-        is_due = self._router.is_load_awaited or is_tick
-        load = self._load.report(self._num_verified, self._num_iterations, is_due=is_due)
-        return [*self._router.load(load)] if load is not None else []
+    # --- beside them
+
+    @override
+    def waiting(self) -> Iterable[WaitingRequest]:
+        return self._counter.waiting()
+
+    @override
+    def _load(self, *, is_due: bool) -> WorkerLoad | None:
+        return self._counter.report(self._num_verified, self._num_iterations, is_due=is_due)

@@ -24,7 +24,7 @@ from alignedserve.messages.events import TICK_S, PeerConnected, Received, Send, 
 from alignedserve.messages.gateways import GatewayRegistered, RequestRejected, SubmitRequest
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.iterations import IterationCompleted, IterationTimes, RunIteration
-from decode_worker import factory as worker_factory
+from alignedserve.worker_core import factory as worker_factory
 from lab.sim.engine import EOS, SimulatedAnswer, SimulatedEngine
 from router import logic as router_logic
 

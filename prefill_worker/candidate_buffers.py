@@ -14,6 +14,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from typing_extensions import override
+
 from alignedserve.core.class_floor import ClassFloor, OverdueFloor, TurnClass
 from alignedserve.messages.caches import (
     BlockCopy,
@@ -24,12 +26,13 @@ from alignedserve.messages.caches import (
     ReturnOutcome,
     ReturnRequest,
 )
-from alignedserve.messages.events import Send
-from alignedserve.messages.iterations import BlocksRelayed, CloseBuffer, RelayBlocks
+from alignedserve.messages.events import PeerConnected, Received, Send
+from alignedserve.messages.handshake import Role
+from alignedserve.messages.iterations import BlocksRelayed, BufferOpened, RelayBlocks
 from alignedserve.worker_core.handoff import Contents, HandoffEnd, HandoffStage, Lender, Outgoing, Sender
-from prefill_worker.state import JobStage, PrefillJob
-
-BufferCommand = Send | RelayBlocks | CloseBuffer
+from alignedserve.worker_core.part import Commands, WorkerCommand, WorkerEvent, WorkerPart
+from alignedserve.worker_core.request import CacheStage
+from prefill_worker.state import PrefillJob
 
 _OUTCOMES = {HandoffEnd.TAKEN: ReturnOutcome.TAKEN, HandoffEnd.UNKNOWN: ReturnOutcome.UNKNOWN}
 
@@ -47,7 +50,7 @@ class _WaitingCopy(NamedTuple):
     returning: _Returning | None = None
 
 
-class CandidateBuffers:
+class CandidateBuffers(WorkerPart):
     """Copies between the pool and the buffers, and the decode workers that they are for."""
 
     def __init__(self, pool_name: str) -> None:
@@ -56,19 +59,45 @@ class CandidateBuffers:
         self.lender = Lender()
         self._waiting: deque[_WaitingCopy] = deque()  # in order
         self._relaying: dict[str, int | None] = {}  # decode workers with a copy under way: the link epoch it began in
-        self.returns: Sender[_Returning, BufferCommand] = Sender(
+        self.returns: Sender[_Returning] = Sender(
             reserved=self._reserved, contents=_contents_of, ended=self._returned, aborted=lambda entry: ()
         )
 
-    def disconnected(self, peer: str) -> list[BufferCommand]:
+    @override
+    def takes(self, event: WorkerEvent) -> bool:
+        match event:
+            case PeerConnected(role, _):
+                return role is Role.DECODE_WORKER
+            case Received(_, message):
+                return isinstance(message, PrefetchBlocks | CancelPrefetch | ReturnRequest)
+        return isinstance(event, BlocksRelayed | BufferOpened)
+
+    @override
+    def on_event(self, event: WorkerEvent, now: float) -> Commands:
+        match event:
+            case BlocksRelayed():
+                return self._relayed(event, now)
+            case BufferOpened():
+                return self.lender.opened(event)
+            case PeerConnected(_, peer):
+                return [self.lender.connected(peer)]
+            case Received(peer, PrefetchBlocks() as message):
+                return self._prefetch(peer, message)
+            case Received(peer, CancelPrefetch() as message):
+                return self._cancel(peer, message)
+            case Received(peer, ReturnRequest() as message):
+                return self._return_to_pool(peer, message)
+        raise AssertionError("an event of others")
+
+    def disconnected(self, peer: str) -> Commands:
         self._waiting = deque(entry for entry in self._waiting if entry.peer != peer)
-        commands: list[BufferCommand] = [self.lender.disconnected(peer)]
+        commands: list[WorkerCommand] = [self.lender.disconnected(peer)]
         for entry in self.returns:
             if entry.peer == peer:
                 commands += self.returns.abort(entry)
         return commands
 
-    def prefetch(self, peer: str, message: PrefetchBlocks) -> list[BufferCommand]:
+    def _prefetch(self, peer: str, message: PrefetchBlocks) -> Commands:
         relay = RelayBlocks(
             message.request_id,
             message.attempt,
@@ -86,14 +115,14 @@ class CandidateBuffers:
         self._waiting.insert(index, _WaitingCopy(peer, relay, message.is_best_effort))
         return self._next()
 
-    def cancel(self, peer: str, message: CancelPrefetch) -> list[BufferCommand]:
-        commands: list[BufferCommand] = []
+    def _cancel(self, peer: str, message: CancelPrefetch) -> Commands:
+        commands: list[WorkerCommand] = []
         for entry in [entry for entry in self._waiting if entry.peer == peer and _is_of(entry.relay, message)]:
             self._waiting.remove(entry)
             commands.append(_not_prefetched(peer, entry.relay))
         return commands
 
-    def return_to_pool(self, peer: str, message: ReturnRequest) -> list[BufferCommand]:
+    def _return_to_pool(self, peer: str, message: ReturnRequest) -> Commands:
         request = message.request
         if not self._has_pool or self.returns.get(request.request_id) is not None:
             return [Send(peer, RequestReturned(request.request_id, message.attempt, ReturnOutcome.STAYED))]
@@ -104,7 +133,7 @@ class CandidateBuffers:
     def pool_connected(self) -> None:
         self._has_pool = True
 
-    def pool_disconnected(self, now: float) -> list[BufferCommand]:
+    def pool_disconnected(self, now: float) -> Commands:
         """Cancel all queued copies: leases are void, and requests on their way back did not arrive."""
         self._has_pool = False
         waiting, self._waiting = self._waiting, deque()
@@ -112,7 +141,7 @@ class CandidateBuffers:
         ended = [_not_prefetched(entry.peer, entry.relay) for entry in prefetches]
         return [*ended, *self.returns.lost(self._pool_name, now)]
 
-    def _reserved(self, entry: _Returning) -> list[BufferCommand]:
+    def _reserved(self, entry: _Returning) -> Commands:
         reserved = entry.reserved
         assert reserved is not None, "reserved without blocks"
         relay = RelayBlocks(
@@ -129,23 +158,23 @@ class CandidateBuffers:
         self._waiting.appendleft(waiting)  # before prefetches: it frees buffer blocks
         return self._next()
 
-    def _returned(self, entry: _Returning, how: HandoffEnd, now: float) -> list[BufferCommand]:
+    def _returned(self, entry: _Returning, how: HandoffEnd, now: float) -> Commands:
         outcome = _OUTCOMES.get(how, ReturnOutcome.STAYED)
         return [Send(entry.peer, RequestReturned(entry.request.request_id, entry.attempt, outcome))]
 
-    def relayed(self, event: BlocksRelayed, now: float) -> list[BufferCommand]:
+    def _relayed(self, event: BlocksRelayed, now: float) -> Commands:
         is_return = event.command.target == self._pool_name
         peer = event.command.source if is_return else event.command.target
         assert peer in self._relaying, "a copy ended that was not started"
         link_epoch = self._relaying.pop(peer)
-        commands: list[BufferCommand] = []
+        commands: list[WorkerCommand] = []
         if is_return:
             commands += self.returns.copied(event, now)
         elif self.lender.link_epoch(peer) == link_epoch:
             commands += self._prefetched(peer, event)
-        return commands + self._next()
+        return [*commands, *self._next()]
 
-    def _prefetched(self, peer: str, event: BlocksRelayed) -> list[BufferCommand]:
+    def _prefetched(self, peer: str, event: BlocksRelayed) -> Commands:
         relay = event.command
         if event.runs is None:
             ended = BlocksPrefetched(relay.request_id, relay.generation, None, is_refused=event.is_reached)
@@ -153,8 +182,8 @@ class CandidateBuffers:
         copy = BlockCopy(relay.generation, relay.copy.context_len, event.runs)
         return [Send(peer, BlocksPrefetched(relay.request_id, relay.generation, copy))]
 
-    def _next(self) -> list[BufferCommand]:
-        started: list[BufferCommand] = []
+    def _next(self) -> Commands:
+        started: list[WorkerCommand] = []
         waiting, self._waiting = self._waiting, deque()
         for entry in waiting:
             if entry.peer in self._relaying:
@@ -204,10 +233,10 @@ class PlaceOrder:
     def of(self, jobs: Iterable[PrefillJob], now: float) -> list[PrefillJob]:
         waiting, placed = [], 0
         for job in jobs:
-            if job.stage is JobStage.WAITING:
+            if job.stage is CacheStage.WAITING:
                 waiting.append(job)
             else:
-                placed += job.stage is not JobStage.DEPARTING and not job.is_real_time
+                placed += job.stage is not CacheStage.LEAVING and not job.is_real_time
         if not self.knows_classes:
             return waiting
         by_class: dict[TurnClass, list[PrefillJob]] = {turn_class: [] for turn_class in TurnClass}

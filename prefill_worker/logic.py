@@ -9,17 +9,23 @@ The life of a request on a prefill worker:
 4. Otherwise PrefillCompleted goes to the router and ReserveBlocks to the pool; or, when it is urgent, to the decode
    worker that the router named (about its candidate buffer here), and then to the pool for a copy.
 5. BlocksReserved: the blocks are copied beside the running iteration. BlocksWritten offers the request;
-   with BlocksTaken it is its receiver's, and the blocks here are freed.
+   with BlocksTaken it is its receiver's, and the blocks here are freed. What a decode worker took is then offered to
+   the pool as a copy, which is dropped if the pool is full; what it did not take goes to the pool.
 A returning router knows none of this worker's jobs, so they are aborted. Jobs offered to a pool or decode worker that
 is lost before it acknowledged them are preempted (RequestPreempted: only the router can know); jobs that were departing
-to a lost pool reserve again when it is back; jobs whose copy fails again and again are preempted too. Candidate buffers
-are in candidate_buffers.py.
+to a lost pool reserve again when it is back. A copy that fails twice is tried again by ticks, as this worker may lack
+descriptors for a moment; a job whose copy fails again and again is preempted. Candidate buffers are in
+candidate_buffers.py.
 """
 
+from dataclasses import dataclass
+
 import msgspec
+from typing_extensions import override
 
 from alignedserve.config.sections import PrefillWorkerConfig, PrefixCacheConfig, SchedulingConfig
 from alignedserve.core.block_layout import BlockLayout
+from alignedserve.core.errors import FailureKind
 from alignedserve.core.ids import LeaseId, RequestId
 from alignedserve.costmodel.linear import Sample
 from alignedserve.costmodel.model import CostModel
@@ -27,57 +33,55 @@ from alignedserve.messages.caches import (
     ArenaOffered,
     BlocksReserved,
     BlocksTaken,
-    CancelPrefetch,
     CopyGranted,
     CopyMissing,
     FetchCopy,
     Handoff,
     LeasesReleased,
-    PrefetchBlocks,
     ReservationRefused,
-    ReturnRequest,
 )
-from alignedserve.messages.events import CommonEvent, PeerConnected, PeerDisconnected, Received, Send, SendTo, Ticked
-from alignedserve.messages.gateways import AbortRequest
+from alignedserve.messages.events import PeerDisconnected, Received, Send
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.iterations import (
     Addition,
     BlocksLoaded,
     BlocksOffloaded,
-    BlocksRelayed,
-    BufferOpened,
-    CloseBuffer,
     IterationCompleted,
     Load,
     LoadBlocks,
     MapArena,
-    OffloadBlocks,
-    OpenBuffer,
-    RelayBlocks,
     RunIteration,
 )
-from alignedserve.messages.wire import Message
 from alignedserve.messages.workers import PrefillRequest, SetPredictedLength, WorkerLoad, WorkerRegistered
 from alignedserve.prefix_cache.cached_blocks import budget_of
 from alignedserve.prefix_cache.contexts import PrefixCache
 from alignedserve.scheduling.factory import limits_of, make_iteration_scheduler, measured_speed
 from alignedserve.scheduling.iteration_scheduler import IterationScheduler, Slices
-from alignedserve.worker_core.iteration_cycle import IterationCycle, UrgentCycle
-from alignedserve.worker_core.request_notes import WaitingRequest
-from alignedserve.worker_core.router_link import RouterLink, with_speed
+from alignedserve.worker_core.handoff import Contents, HandoffEnd, Outgoing, Sender
+from alignedserve.worker_core.part import Commands, WorkerCommand, WorkerEvent
+from alignedserve.worker_core.request import CacheStage
+from alignedserve.worker_core.request_notes import Phases, WaitingRequest
+from alignedserve.worker_core.router_link import with_speed
+from alignedserve.worker_core.worker_logic import WorkerLogic
 from prefill_worker.candidate_buffers import CandidateBuffers, PlaceOrder
-from prefill_worker.departure import Departure, DepartureCommand
 from prefill_worker.job_blocks import JobBlocks
-from prefill_worker.state import JobStage, PrefillJob, waiting_cause
+from prefill_worker.state import PrefillJob, waiting_cause
 
-CopyEvent = BlocksLoaded | BlocksOffloaded | BlocksRelayed
-PrefillEvent = CommonEvent | IterationCompleted | CopyEvent | BufferOpened
-WorkCommand = RunIteration | LoadBlocks | OffloadBlocks | RelayBlocks | MapArena | OpenBuffer | CloseBuffer
-PrefillCommand = Send | SendTo | WorkCommand
+_MOST_COPIES = 8  # that fail, of one request: the pool's memory is out of this worker's reach, perhaps not of another's
 
 
-class PrefillLogic:
+@dataclass(slots=True, eq=False)
+class DepartingJob(Outgoing):
+    """One job that leaves."""
+
+    job: PrefillJob
+
+
+class PrefillLogic(WorkerLogic[PrefillJob]):
     """Jobs, this worker's blocks, and the one iteration that is in flight at a time."""
+
+    phases = Phases.PREFILL
+    kind = "prefill worker"
 
     def __init__(
         self,
@@ -92,163 +96,158 @@ class PrefillLogic:
         """`max_running_requests`: jobs that hold blocks. `scheduler`: which of them compute how much in an iteration.
         `prefixes`: the prefix cache in the worker's blocks, empty; None: there is none. `state_blocks`: of every
         request, before those of its tokens."""
-        self._registered = registered
+        super().__init__(registered, eos_token_ids)
         self._max_running_requests = max_running_requests
         self._scheduler = scheduler
         self._order = PlaceOrder(knows_classes=scheduler.prioritizes_real_time, floor=scheduler.best_effort_floor)
         self._blocks = JobBlocks(registered.num_blocks, registered.block_size, prefixes, state_blocks=state_blocks)
         self._in_flight: list[Slices] = []  # of iterations that have begun, an urgent one last
-        self._jobs: dict[RequestId, PrefillJob] = {}
+        self._by_id = self._jobs = dict[RequestId, PrefillJob]()
         self._buffers = CandidateBuffers(registered.pool_name)
+        self._parts = (self._buffers,)
         self._additions: dict[RequestId, Addition] = {}  # entering with the next iteration
         self._removals: list[RequestId] = []
         self._num_reused_tokens = self._num_recomputed_tokens = 0  # of retried requests
-        self._urgent = UrgentCycle()
         self._pool: str | None = None
-        self._router = RouterLink(registered)
-        self._departure = Departure(self._buffers.lender, self._router, self._forget)
-        self._iterations: IterationCycle[PrefillJob, PrefillCommand] = IterationCycle(
-            router=self._router, eos_token_ids=eos_token_ids, release=self._end, proceed=self._depart
+        self._sender: Sender[DepartingJob] = Sender(
+            reserved=lambda entry: [self._sender.copy(entry, tuple(entry.job.block_ids))],
+            contents=_contents_of,
+            ended=self._left,
+            aborted=lambda entry: self._forget(entry.job),
         )
 
-    def on_event(self, event: PrefillEvent, now: float) -> list[PrefillCommand]:
-        """Return the commands that follow; the same state, event and now always give the same. Touches only self."""
-        commands = self._handle(event, now)
-        # The next iteration first: it computes while the messages about the last one are sent.
-        return [*self._start_iteration(now), *commands, *self._report(is_tick=isinstance(event, Ticked))]
-
-    def _handle(self, event: PrefillEvent, now: float) -> list[PrefillCommand]:
+    @override
+    def _on_other(self, event: WorkerEvent, now: float) -> Commands:
         match event:
-            case IterationCompleted():
-                return self._iteration_completed(event, now)
             case BlocksLoaded():
                 return self._loaded(event, now)
             case BlocksOffloaded():
-                return [*self._departure.sender.copied(event, now)]
-            case BlocksRelayed():
-                return [*self._buffers.relayed(event, now)]
-            case BufferOpened():
-                return [*self._buffers.lender.opened(event)]
-            case Received(peer, message):
-                return self._on_message(peer, message, now)
-            case PeerConnected(role, peer):
-                return self._on_connected(role, peer)
+                return self._sender.copied(event, now)
             case PeerDisconnected(role, peer):
-                return self._on_disconnected(role, peer, now)
-            case Ticked():
-                return self._begin_departures()
+                return self._disconnected(role, peer, now)
+            case Received(peer, ArenaOffered() as offered):
+                self._pool = peer
+                self._buffers.pool_connected()
+                return [MapArena(peer, offered), *self._tick(now)]
+            case Received(peer, BlocksReserved() | BlocksTaken() | ReservationRefused() as answer):
+                # About a job, or what comes back from a buffer.
+                departing = self._sender.answered(peer, answer, now)
+                return [*departing, *self._buffers.returns.answered(peer, answer, now)]
+            case Received(_, CopyGranted() as granted):
+                return self._copy_granted(granted, now)
+            case Received(_, CopyMissing() as missing):
+                return self._copy_missing(missing, now)
+        return super()._on_other(event, now)
 
-    def _on_connected(self, role: Role, peer: str) -> list[PrefillCommand]:
-        if role is Role.DECODE_WORKER:
-            return [self._buffers.lender.connected(peer)]
-        if role is not Role.ROUTER:
-            return []
-        commands: list[PrefillCommand] = [*self._router.connected(peer)]
+    @override
+    def _router_connected(self, peer: str, now: float) -> Commands:
+        commands: list[WorkerCommand] = [*self._router.connected(peer)]
         if (cached := self._blocks.all_cached()) is not None:
             commands += self._router.send(cached)
         for request_id in list(self._jobs):
             commands += self._abort(request_id)
         return commands
 
-    def _on_disconnected(self, role: Role, peer: str, now: float) -> list[PrefillCommand]:
-        commands: list[PrefillCommand] = []
+    def _disconnected(self, role: Role, peer: str, now: float) -> Commands:
+        commands: list[WorkerCommand] = []
         if peer == self._pool:
-            self._pool = self._departure.pool = None
+            self._pool = None
             commands += self._buffers.pool_disconnected(now)
-            for job in [job for job in self._jobs.values() if job.stage is JobStage.ASKING]:
+            for job in [job for job in self._jobs.values() if job.stage is CacheStage.ASKING]:
                 self._enter(job, 0, now)
         elif role is Role.DECODE_WORKER:
             commands += self._buffers.disconnected(peer)
-        return [*commands, *self._departure.sender.lost(peer, now)]
+        return [*commands, *self._sender.lost(peer, now)]
 
-    def _on_message(self, peer: str, message: Message, now: float) -> list[PrefillCommand]:
-        match message:
-            case PrefillRequest():
-                return [*self._begin(message, now)]
-            case SetPredictedLength(request_id=request_id):
-                job = self._jobs.get(request_id)
-                if job is not None and job.set_predicted_length(message):
-                    self._scheduler.set_predicted_length(request_id, message.predicted_output_len)
-                return []
-            case AbortRequest():
-                return [*self._abort(message.request_id, message.attempt)]
-            case ArenaOffered():
-                return self._map_arena(peer, message)
-            case (
-                BlocksReserved() | BlocksTaken() | ReservationRefused()
-            ):  # about a job, or what comes back from a buffer
-                departing = self._departure.sender.answered(peer, message, now)
-                return [*departing, *self._buffers.returns.answered(peer, message, now)]
-            case CopyGranted():
-                return self._copy_granted(message, now)
-            case CopyMissing():
-                return self._copy_missing(message, now)
-            case PrefetchBlocks():
-                return [*self._buffers.prefetch(peer, message)]
-            case CancelPrefetch():
-                return [*self._buffers.cancel(peer, message)]
-            case ReturnRequest():
-                return [*self._buffers.return_to_pool(peer, message)]
-        raise AssertionError(f"a prefill worker does not take {type(message).__name__}")
+    # --- a job comes, and is given up
 
-    def _begin(self, message: PrefillRequest, now: float) -> list[DepartureCommand]:
-        request = message.request
-        self._router.observe(message.attempt)
-        # What an earlier attempt left here is stale: its receiver's acknowledgement is still on the way.
-        commands = self._abort(request.request_id, message.attempt - 1)
-        job = PrefillJob.of(message, now)
-        if self._blocks.count_for(job.context_len) > self._registered.num_blocks:
-            # It would wait for ever, and all jobs behind it.
-            return [*commands, *self._router.too_large(message, "prefill worker")]
-        if (earlier := self._jobs.get(request.request_id)) is not None:
-            earlier.successor, earlier.successor_s = message, now
-            return commands
-        self._jobs[request.request_id] = job
+    @override
+    def _never_fits(self, message: PrefillRequest) -> bool:
+        context_len = message.request.prompt_len + len(message.generated_token_ids)
+        return self._blocks.blocks_for(context_len) > self._registered.num_blocks
+
+    @override
+    def _add(self, message: PrefillRequest, now: float, *, is_new: bool) -> Commands:
+        self._jobs[message.request.request_id] = job = PrefillJob.of(message, now)
         self._came(job)
-        return commands
+        return ()
 
-    def _abort(self, request_id: RequestId, attempt: int | None = None) -> list[DepartureCommand]:
+    @override
+    def _set_predicted_length(self, message: SetPredictedLength) -> None:
+        job = self._jobs.get(message.request_id)
+        if job is not None and job.set_predicted_length(message):
+            self._scheduler.set_predicted_length(message.request_id, message.predicted_output_len)
+
+    @override
+    def _abort(self, request_id: RequestId, attempt: int | None = None) -> Commands:
         job = self._jobs.get(request_id)
         if job is None or not job.abort(attempt):
-            return []
-        if (leaving := self._departure.sender.get(request_id)) is not None:
-            return [*self._departure.sender.abort(leaving)]
-        is_computing = job.stage is JobStage.COMPUTING and self._iterations.is_running
-        return [] if is_computing or job.is_copying else self._end(job)
+            return ()
+        if (leaving := self._sender.get(request_id)) is not None:
+            return self._sender.abort(leaving)
+        is_computing = job.stage is CacheStage.HERE and self._is_computing
+        return () if is_computing or job.is_copying else self._end(job)
 
-    def _map_arena(self, peer: str, offered: ArenaOffered) -> list[PrefillCommand]:
-        self._pool = self._departure.pool = peer
-        self._buffers.pool_connected()
-        return [MapArena(peer, offered), *self._begin_departures()]
+    @override
+    def _tick(self, now: float) -> Commands:
+        departing = [job for job in self._jobs.values() if job.stage is CacheStage.LEAVING and job.leaving is None]
+        return [command for job in departing for command in self._leave(job)]
 
-    def _begin_departures(self) -> list[PrefillCommand]:
-        departing = [job for job in self._jobs.values() if job.stage is JobStage.DEPARTING and job.leaving is None]
-        return [command for job in departing for command in self._departure.begin(job)]
+    def _leave(self, job: PrefillJob) -> Commands:
+        is_bypass = job.bypass_to is not None and self._buffers.lender.lends_to(job.bypass_to)
+        target = job.bypass_to if is_bypass else self._pool
+        if target is None:
+            return self._forget(job) if job.is_taken else ()
+        job.leaving = entry = DepartingJob(job.request, job.attempt, target, job)
+        kind = {"is_copy": job.is_taken, "may_wait": not job.is_taken, "is_best_effort": not job.is_real_time}
+        return [self._sender.ask(entry, len(job.block_ids), **kind)]
+
+    def _left(self, entry: DepartingJob, how: HandoffEnd, now: float) -> Commands:
+        job = entry.job
+        job.leaving = None
+        if entry.target == job.bypass_to and how is not HandoffEnd.UNKNOWN:
+            job.bypass_to, job.is_taken = None, how is HandoffEnd.TAKEN
+            return self._leave(job)
+        is_optional = job.is_taken  # a decode worker has it, and the pool was to get a copy
+        if how is HandoffEnd.FAILED:
+            job.num_failed_copies += not entry.is_target_lost
+            if job.num_failed_copies < _MOST_COPIES and not (is_optional and entry.is_target_lost):
+                return self._leave(job) if job.num_failed_copies <= 1 else ()
+        match how:
+            case HandoffEnd.REFUSED if not is_optional:
+                reason = "the KV pool is too small for it"
+                reports = self._router.failed(job, FailureKind.UNSERVABLE, reason)
+            case HandoffEnd.FAILED | HandoffEnd.UNKNOWN if not is_optional:
+                reports = self._router.send(job.preempted(is_refused=how is HandoffEnd.FAILED))
+            case _:
+                reports = []
+        return [*reports, *self._forget(job)]
 
     # --- copies of earlier attempts
 
-    def _copy_granted(self, message: CopyGranted, now: float) -> list[PrefillCommand]:
+    def _copy_granted(self, message: CopyGranted, now: float) -> Commands:
         handoff = message.handoff
         job = self._jobs.get(handoff.request.request_id)
-        if job is None or job.attempt != message.attempt or job.stage is not JobStage.ASKING:
-            return [*self._release(handoff.lease_id)]
+        if job is None or job.attempt != message.attempt or job.stage is not CacheStage.ASKING:
+            return self._release(handoff.lease_id)
         # A copy of more blocks than the job has would not fit into them.
-        does_fit = self._blocks.count_for(handoff.copy.context_len) <= len(job.block_ids)
+        does_fit = self._blocks.blocks_for(handoff.copy.context_len) <= len(job.block_ids)
         if not does_fit or not self._num_usable(job, handoff):
             self._enter(job, 0, now)
-            return [*self._release(handoff.lease_id)]
-        job.stage, job.handoff = JobStage.LOADING, handoff
-        load = Load(job.request.request_id, handoff.copy, job.block_ids)
+            return self._release(handoff.lease_id)
+        job.go(CacheStage.LOADING)
+        job.handoff = handoff
+        load = Load(job.request.request_id, handoff.copy, tuple(job.block_ids))
         return [LoadBlocks(self._registered.pool_name, (load,))]
 
-    def _copy_missing(self, message: CopyMissing, now: float) -> list[PrefillCommand]:
+    def _copy_missing(self, message: CopyMissing, now: float) -> Commands:
         job = self._jobs.get(message.request_id)
-        if job is not None and job.attempt == message.attempt and job.stage is JobStage.ASKING:
+        if job is not None and job.attempt == message.attempt and job.stage is CacheStage.ASKING:
             self._enter(job, 0, now)
         return []
 
-    def _loaded(self, event: BlocksLoaded, now: float) -> list[PrefillCommand]:
-        commands: list[PrefillCommand] = []
+    def _loaded(self, event: BlocksLoaded, now: float) -> Commands:
+        commands: list[WorkerCommand] = []
         for load in event.loads:
             job = self._jobs[load.request_id]
             handoff, job.handoff = job.handoff, None
@@ -263,24 +262,27 @@ class PrefillLogic:
     def _num_usable(self, job: PrefillJob, handoff: Handoff) -> int:
         return job.num_usable(handoff, takes_whole=self._blocks.has_own_states)
 
-    def _release(self, lease_id: LeaseId) -> list[DepartureCommand]:
-        return [Send(self._pool, LeasesReleased((lease_id,)))] if self._pool is not None else []
+    def _release(self, lease_id: LeaseId) -> Commands:
+        return [Send(self._pool, LeasesReleased((lease_id,)))] if self._pool is not None else ()
 
-    def _start_iteration(self, now: float) -> list[PrefillCommand]:
-        is_urgent = self._iterations.is_running
-        if is_urgent and not (self._urgent.may_begin and self._scheduler.may_yield):
+    # --- iterations
+
+    @override
+    def _start_iteration(self, now: float) -> Commands:
+        is_urgent = self._is_computing
+        if is_urgent and not (self._urgent_cycle.may_begin and self._scheduler.may_yield):
             return []
         requests = self._admit(now)
         if is_urgent:
             slices = self._choose_urgent(now)
         else:
-            self._urgent.pass_began()  # the policy has seen all that came before
+            self._urgent_cycle.pass_began()  # the policy has seen all that came before
             slices = self._scheduler.choose(now)
         if not slices:
             return requests
         additions, self._additions = tuple(self._additions.values()), {}
         removals, self._removals = tuple(self._removals), []
-        self._iterations.start(now, [self._jobs[request_id] for request_id, _ in slices], has_changed=True)
+        self._begin_iteration(now, [self._jobs[request_id] for request_id, _ in slices], has_changed=True)
         self._in_flight.append(slices)
         copies, replacements = self._blocks.begin_copies(), self._blocks.take_replacements()
         states = self._blocks.begin_states(self._jobs, slices)
@@ -288,19 +290,19 @@ class PrefillLogic:
         return [run, *requests]
 
     def _choose_urgent(self, now: float) -> Slices:
-        came = [self._jobs[request_id] for request_id in self._urgent.ask() if request_id in self._jobs]
-        ready = [job.request.request_id for job in came if job.stage is JobStage.COMPUTING and not job.is_aborted]
+        came = [self._jobs[request_id] for request_id in self._urgent_cycle.ask() if request_id in self._jobs]
+        ready = [job.request.request_id for job in came if job.stage is CacheStage.HERE and not job.is_aborted]
         slices = self._scheduler.choose_urgent(ready, now)
         if slices:
-            self._urgent.began()
+            self._urgent_cycle.began()
         return slices
 
     def _came(self, job: PrefillJob) -> None:
         if job.is_real_time:
-            self._urgent.came(job.request.request_id)
+            self._urgent_cycle.came(job.request.request_id)
 
-    def _admit(self, now: float) -> list[PrefillCommand]:
-        requests: list[PrefillCommand] = []
+    def _admit(self, now: float) -> Commands:
+        requests: list[WorkerCommand] = []
         num_holding = sum(bool(job.block_ids) for job in self._jobs.values())
         for job in self._order.of(self._jobs.values(), now):
             # Real-time jobs keep their share beside best effort, where they go first.
@@ -314,14 +316,15 @@ class PrefillLogic:
             self._order.note(job, now)
             num_holding += 1
             if job.has_copy and self._pool is not None:
-                job.stage = JobStage.ASKING
+                job.go(CacheStage.ASKING)
                 requests.append(Send(self._pool, FetchCopy(job.request.request_id, job.attempt)))
             else:
                 self._enter(job, job.num_hit_tokens, now)
         return requests
 
     def _enter(self, job: PrefillJob, num_cached: int, now: float) -> None:
-        job.stage, job.num_passed = JobStage.COMPUTING, num_cached
+        job.go(CacheStage.HERE)
+        job.num_passed = num_cached
         self._came(job)
         generated, predicted = len(job.generated_token_ids), job.predicted_output_len
         self._scheduler.enter(
@@ -334,13 +337,12 @@ class PrefillLogic:
         if job.is_retry:
             self._num_reused_tokens += num_cached
             self._num_recomputed_tokens += job.context_len - num_cached
-        addition = Addition(job.request, tuple(job.generated_token_ids), job.block_ids, num_cached)
+        addition = Addition(job.request, tuple(job.generated_token_ids), tuple(job.block_ids), num_cached)
         self._additions[job.request.request_id] = addition
 
-    def _iteration_completed(self, event: IterationCompleted, now: float) -> list[PrefillCommand]:
-        if self._urgent.keeps(event):
-            return []
-        duration_s = self._iterations.end(event, now)
+    @override
+    def _completed(self, event: IterationCompleted, now: float) -> Commands:
+        duration_s = self._end_iteration(event, now)
         self._scheduler.completed(now, duration_s, event.grammar_s, is_urgent=event.is_urgent, turn_s=event.turn_s)
         members = [job for request_id, _ in self._in_flight.pop() if (job := self._jobs.get(request_id)) is not None]
         self._blocks.passed(members, event.failed)
@@ -352,46 +354,51 @@ class PrefillLogic:
             if not job.generated_token_ids:
                 job.first_token_s = now
         changed = self._blocks.changes()
-        reports = self._router.send(changed) if changed is not None else []
-        commands = [*reports, *self._iterations.outcome(event, self._jobs)]
-        if event.is_urgent:
-            ended_pass = self._urgent.end()
-            return commands if ended_pass is None else [*commands, *self._iteration_completed(ended_pass, now)]
-        for job in [job for job in self._jobs.values() if job.is_aborted and not job.is_copying]:
-            commands += self._end(job)
-        return commands
+        reports = self._router.send(changed) if changed is not None else ()
+        return [*reports, *self._outcome(event)]
 
-    def _depart(self, job: PrefillJob) -> list[PrefillCommand]:
-        self._removals.append(job.request.request_id)
-        job.stage = JobStage.DEPARTING
-        self._scheduler.leave(job.request.request_id)
-        return [*self._departure.begin(job)]
+    @override
+    def _pass_ended(self, event: IterationCompleted, now: float) -> Commands:
+        ended = [job for job in self._jobs.values() if job.is_aborted and not job.is_copying]
+        return [command for job in ended for command in self._end(job)]
 
-    def _end(self, job: PrefillJob) -> list[DepartureCommand]:
-        request_id = job.request.request_id
-        commands = self._release(job.handoff.lease_id) if job.handoff is not None else []
-        was_added = self._additions.pop(request_id, None) is None and job.stage is JobStage.COMPUTING
+    @override
+    def _depart(self, request: PrefillJob) -> Commands:
+        self._removals.append(request.request.request_id)
+        request.go(CacheStage.LEAVING)
+        self._scheduler.leave(request.request.request_id)
+        return self._leave(request)
+
+    @override
+    def _end(self, request: PrefillJob) -> Commands:
+        request_id = request.request.request_id
+        released = self._release(request.handoff.lease_id) if request.handoff is not None else ()
+        was_added = self._additions.pop(request_id, None) is None and request.stage is CacheStage.HERE
         if was_added and request_id not in self._removals:
             self._removals.append(request_id)
-        return commands + self._forget(job)
+        return [*released, *self._forget(request)]
 
-    def _forget(self, job: PrefillJob) -> list[DepartureCommand]:
+    def _forget(self, job: PrefillJob) -> Commands:
         self._scheduler.leave(job.request.request_id)
         self._blocks.free(job)
         del self._jobs[job.request.request_id]
-        return self._begin(job.successor, job.successor_s) if job.successor is not None else []
+        return self._accept(job.successor, job.successor_s) if job.successor is not None else ()
 
+    # --- beside them
+
+    @override
     def waiting(self) -> list[WaitingRequest]:
         jobs = self._jobs.values()
         is_full = sum(bool(job.block_ids) for job in jobs) >= self._max_running_requests
         causes = [(job, waiting_cause(job, is_full=is_full)) for job in jobs]
         return [WaitingRequest(job.request.request_id, cause) for job, cause in causes if cause is not None]
 
-    def _report(self, *, is_tick: bool) -> list[Send]:
-        if not (is_tick or self._router.is_load_awaited):
-            return []
+    @override
+    def _load(self, *, is_due: bool) -> WorkerLoad | None:
+        if not is_due:
+            return None
         num_waiting = sum(not job.block_ids for job in self._jobs.values())
-        load = WorkerLoad(
+        return WorkerLoad(
             num_waiting=num_waiting,
             num_running=len(self._jobs) - num_waiting,
             num_free_blocks=self._blocks.num_free,
@@ -400,7 +407,11 @@ class PrefillLogic:
             num_prefix_query_tokens=self._blocks.num_query_tokens,
             num_prefix_hit_tokens=self._blocks.num_hit_tokens,
         )
-        return self._router.load(load)
+
+
+def _contents_of(entry: DepartingJob, now: float) -> Contents:
+    job, generated = entry.job, tuple(entry.job.generated_token_ids)
+    return Contents(job.num_cached, generated, job.predicted_output_len, job.begun_s(now), service_s=0.0)
 
 
 def buffer_blocks_of(config: PrefillWorkerConfig, layout: BlockLayout, num_decode_workers: int) -> int:

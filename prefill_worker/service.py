@@ -1,75 +1,18 @@
-"""The prefill worker's process: its logic, its links, its engine and the candidate buffers in its memory, joined."""
+"""Starts a prefill worker in its own process, with the candidate buffers in its memory."""
 
 from functools import partial
 
 from alignedserve.config.sections import EngineConfig, PrefillWorkerConfig, PrefixCacheConfig, SchedulingConfig
-from alignedserve.messages.events import CommonEvent
-from alignedserve.messages.iterations import RelayBlocks, RunIteration
-from alignedserve.messages.links import PrefillWorkerInbound
-from alignedserve.messages.wire import Codec
-from alignedserve.process.logic_driver import LogicDriver
 from alignedserve.process.process_spec import ProcessSpec
-from alignedserve.runtime.engine.engine_sizes import EngineSizes, can_stop, num_stops
-from alignedserve.runtime.engine.model_executor import ModelExecutor, shared_device_of
+from alignedserve.runtime.engine.engine_sizes import can_stop, num_stops
+from alignedserve.runtime.engine.model_executor import ModelExecutor
 from alignedserve.runtime.executor import make_candidate_memory
 from alignedserve.runtime.kv.buffer_budget import BufferBudget
-from alignedserve.runtime.kv.candidate_memory import CandidateMemory, LendingCopier
 from alignedserve.runtime.model.served_model import ServedModel
 from alignedserve.scheduling.factory import calibration_s, with_yielding
-from alignedserve.worker_core.compute_meter import ComputeMeter
-from alignedserve.worker_core.request_notes import Phases, WorkerNotes
 from alignedserve.worker_core.router_link import registration_of
-from prefill_worker.logic import PrefillEvent, PrefillLogic, WorkCommand, make_logic
-
-
-class PrefillWorker:
-    """One prefill worker on one event loop."""
-
-    def __init__(
-        self,
-        *,
-        make: "partial[PrefillLogic]",
-        executor: ModelExecutor,
-        memory: CandidateMemory,
-        pool_name: str,
-        process_spec: ProcessSpec,
-    ) -> None:
-        logic = make()
-        self._executor = executor
-        self._copies = LendingCopier(executor.copier(process_spec.identity()), memory)
-        self._pool_name = pool_name
-        self._driver: LogicDriver[CommonEvent | PrefillEvent, WorkCommand] = LogicDriver(
-            logic,
-            process_spec,
-            Codec(PrefillWorkerInbound),
-            self._perform,
-            process_spec.recorder(make),
-            executor.prepare,
-            WorkerNotes(logic.waiting, Phases.PREFILL) if process_spec.notes_requests else None,
-            meter=ComputeMeter(),
-        )
-
-    async def start(self, *, listen_at: str, router_at: str, pool_at: str) -> None:
-        await self._driver.links.listen(listen_at)
-        self._driver.links.dial(pool_at)
-        self._driver.links.dial(router_at)
-
-    async def close(self) -> None:
-        await self._driver.close()
-        self._executor.close()
-        self._copies.close()
-
-    def _perform(self, command: WorkCommand) -> None:
-        match command:
-            case RunIteration():
-                self._executor.start_iteration(command, self._driver.dispatch)
-            case RelayBlocks():
-                self._copies.start_relay(command, self._buffer_of(command), self._driver.dispatch)
-            case _:
-                self._copies.perform(command, self._driver.dispatch)
-
-    def _buffer_of(self, command: RelayBlocks) -> str:
-        return command.source if command.target == self._pool_name else command.target
+from alignedserve.worker_core.service import Worker, WorkerStart
+from prefill_worker.logic import make_logic
 
 
 async def start_prefill_worker(
@@ -81,55 +24,33 @@ async def start_prefill_worker(
     served: ServedModel,
     prefix_cache: PrefixCacheConfig,
     process_spec: ProcessSpec,
-) -> PrefillWorker:
+) -> Worker:
     """`decoders`: names of the decode workers of this node; `num_far_decoders`: how many other nodes have, at first."""
     scheduling = with_yielding(scheduling, can_stop=can_stop(engine_config.device, served), decodes_here=False)
-    layout, pool_name = served.block_layout(engine_config.block_size), process_spec.pool_name
+    start = WorkerStart(config, scheduling, engine_config, served, process_spec)
+    layout, most = start.layout, config.max_running_requests
+    sizes = start.sizes(
+        most,
+        lent_bytes=config.candidate_buffer_bytes,
+        is_decoding=False,
+        stops_passes=bool(scheduling.yield_between_layers),
+    )
+    executor = ModelExecutor(served, sizes, process_spec.progress_path(), start.shared_device)
+    make = partial(
+        make_logic,
+        registered=registration_of(layout, executor.num_blocks, most, can_prefill=True, **start.registered()),
+        prefix_cache=prefix_cache,
+        num_layers=num_stops(layout, engine_config.device),
+        state_blocks=layout.state_blocks,
+        **start.arguments(executor, calibration_s(engine_config, scheduling)),
+    )
     budget = BufferBudget(
         layout.blocks_in(config.candidate_buffer_bytes),
         decoders,
         num_others=num_far_decoders,
         may_grow=bool(process_spec.addresses.beyond_node()),
     )
-    sizes = _sizes(config, scheduling, engine_config, loads_quietly=process_spec.joins_others)
-    device = shared_device_of(process_spec, engine_config)
-    executor = ModelExecutor(served, sizes, process_spec.progress_path(), device)
-    registered = registration_of(
-        layout,
-        executor.num_blocks,
-        config.max_running_requests,
-        pool_name,
-        node=process_spec.addresses.node,
-        can_prefill=True,
-        max_adapters=served.lora.max_worker_adapters,
-    )
-    make = partial(
-        make_logic,
-        registered=registered,
-        config=config,
-        scheduling=scheduling,
-        eos_token_ids=executor.eos_token_ids,
-        measured=executor.measure_iterations(calibration_s(engine_config, scheduling), config.max_num_batched_tokens),
-        prefix_cache=prefix_cache,
-        num_layers=num_stops(layout, engine_config.device),
-        state_blocks=layout.state_blocks,
-    )
     memory = make_candidate_memory(executor, budget, process_spec, engine_config)
-    worker = PrefillWorker(make=make, executor=executor, memory=memory, pool_name=pool_name, process_spec=process_spec)
-    await worker.start(listen_at=process_spec.name, router_at=process_spec.router_name, pool_at=pool_name)
-    return worker
-
-
-def _sizes(
-    config: PrefillWorkerConfig, scheduling: SchedulingConfig, engine: EngineConfig, *, loads_quietly: bool
-) -> EngineSizes:
-    return EngineSizes(
-        config.kv_cache_bytes,
-        config.max_running_requests,
-        engine.block_size,
-        loads_quietly=loads_quietly,
-        lent_bytes=config.candidate_buffer_bytes,
-        is_decoding=False,
-        max_tokens=config.max_num_batched_tokens,
-        stops_passes=bool(scheduling.yield_between_layers),
-    ).configured(engine)
+    pool_at = process_spec.pool_name
+    worker = Worker(make=make, executor=executor, process_spec=process_spec, memory=memory, pool_at=pool_at)
+    return await start.started(worker, listens=True)

@@ -1,34 +1,21 @@
 """The prefill worker's records."""
 
-import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from alignedserve.core.class_floor import turn_due_s
-from alignedserve.core.ids import BlockId
 from alignedserve.messages.caches import Handoff
 from alignedserve.messages.request_notes import Cause
 from alignedserve.messages.workers import PrefillRequest
-from alignedserve.prefix_cache.contexts import CachedContext
 from alignedserve.worker_core.handoff import HandoffStage, Outgoing
-from alignedserve.worker_core.request import WorkerRequest
-
-
-class JobStage(enum.Enum):
-    """Stage of a job. Blocks are held from ASKING or COMPUTING until its end."""
-
-    WAITING = "waiting"  # no blocks yet
-    ASKING = "asking"  # the pool was asked for a copy of an earlier attempt
-    LOADING = "loading"  # its copy comes from the pool
-    COMPUTING = "computing"  # in the engine, or about to enter
-    DEPARTING = "leaving"  # computed; waits for blocks at its target, or is being copied there
+from alignedserve.worker_core.request import CacheStage
+from alignedserve.worker_core.worker_blocks import BlockHolder
 
 
 @dataclass(slots=True, eq=False)
-class PrefillJob(WorkerRequest):
+class PrefillJob(BlockHolder):
     """One request on this worker."""
 
-    stage: JobStage = JobStage.WAITING
-    block_ids: tuple[BlockId, ...] = ()
+    stage: CacheStage = field(default=CacheStage.WAITING, kw_only=True)
     is_retry: bool = False  # assigned to a worker before
     has_copy: bool = False  # the pool may keep a copy of it from then
     handoff: Handoff | None = None  # the pool's copy of an earlier attempt, to begin from
@@ -36,10 +23,8 @@ class PrefillJob(WorkerRequest):
     is_taken: bool = False  # by a decode worker: what leaves for the pool now is a copy
     leaving: Outgoing | None = None  # while its receiver is asked, until that has it
     num_failed_copies: int = 0  # to the pool
-    context: CachedContext | None = None  # None: it shares nothing
     num_passed: int = 0  # tokens that are computed, or that an iteration in flight computes
     first_token_s: float | None = None  # when it was sampled; None: not yet
-    successor_s: float = 0.0  # when its successor came
 
     @classmethod
     def of(cls, message: PrefillRequest, now: float) -> "PrefillJob":
@@ -63,12 +48,12 @@ class PrefillJob(WorkerRequest):
 
     @property
     def num_cached(self) -> int:
-        return self.context_len - (self.stage is JobStage.DEPARTING)
+        return self.context_len - (self.stage is CacheStage.LEAVING)
 
     @property
     def is_copying(self) -> bool:
         is_copied_out = self.leaving is not None and self.leaving.stage is HandoffStage.COPYING
-        return is_copied_out or self.stage is JobStage.LOADING
+        return is_copied_out or self.stage is CacheStage.LOADING
 
     def num_usable(self, handoff: Handoff, *, takes_whole: bool = False) -> int:
         """Return how many of its first tokens have their cache in this copy; at least one is left to compute.
@@ -87,11 +72,11 @@ class PrefillJob(WorkerRequest):
 
 def waiting_cause(job: PrefillJob, *, is_full: bool) -> Cause | None:
     match job.stage:
-        case JobStage.WAITING:
+        case CacheStage.WAITING:
             return Cause.BATCH_FULL if is_full else Cause.BLOCKS_SHORT
-        case JobStage.ASKING | JobStage.LOADING:
+        case CacheStage.ASKING | CacheStage.LOADING:
             return Cause.PREFETCH
-        case JobStage.DEPARTING if not job.is_taken:
+        case CacheStage.LEAVING if not job.is_taken:
             is_going = job.leaving is not None and job.leaving.stage is not HandoffStage.ASKED
             return None if is_going else Cause.POOL_FULL
     return None

@@ -23,8 +23,9 @@ from alignedserve.process.logs import require_format
 from alignedserve.process.process_spec import ProcessSpec
 from alignedserve.process.tls import CertificateAuthority
 from alignedserve.runtime.model.served_model import ServedDeployment, ServedModel
-from decode_worker.actor import ColocatedWorkerActor, DecodeWorkerActor, StageActor
-from decode_worker.state import Lending
+from alignedserve.worker_core.actor import ColocatedWorkerActor, StageActor
+from alignedserve.worker_core.handoff import Lending
+from decode_worker.actor import DecodeWorkerActor
 from kvpool.actor import KvPoolActor
 from prefill_worker.actor import PrefillWorkerActor
 from router.actor import RouterActor

@@ -52,8 +52,8 @@ from alignedserve.runtime.executor import Executor, make_executor
 from alignedserve.runtime.grammar.constraints import StructuredOutputs, part_of, serialize_alone
 from alignedserve.runtime.model.hub.local_models import with_local_model
 from alignedserve.runtime.model.served_model import load_tokenizer, resolve_model
-from decode_worker.colocated.logic import ColocatedCommand
-from decode_worker.factory import make_colocated_logic, memory_of
+from alignedserve.worker_core.factory import make_colocated_logic, memory_of
+from alignedserve.worker_core.part import WorkerCommand
 from kernels.float8_linear import has_float8_products
 
 logger = logging.getLogger(__name__)
@@ -378,7 +378,7 @@ class LLM:
     ) -> dict[RequestId, str]:
         """Perform what follows from `events` until nothing is left; return why requests have failed. Other messages to
         the router are dropped. Ctrl-C aborts all requests after the iteration in hand."""
-        pending: list[ColocatedCommand] = []
+        pending: list[WorkerCommand] = []
         reasons: dict[RequestId, str] = {}
         unanswered = list(answers)
         with HeldInterrupt() as interrupt:
@@ -400,7 +400,7 @@ class LLM:
             self._is_broken = False
         return reasons
 
-    def _abort(self, request_ids: Sequence[RequestId]) -> list[ColocatedCommand]:
+    def _abort(self, request_ids: Sequence[RequestId]) -> list[WorkerCommand]:
         events = [Received(_ROUTER, AbortRequest(request_id)) for request_id in request_ids]
         return [command for event in events for command in self._logic.on_event(event, 0.0)]
 

@@ -37,6 +37,7 @@ from alignedserve.messages.iterations import (
     OffloadBlocks,
     OpenBuffer,
 )
+from alignedserve.worker_core.part import Commands, WorkerCommand
 
 
 class HandoffStage(enum.Enum):
@@ -81,10 +82,9 @@ class Contents(NamedTuple):
 
 
 OutgoingT = TypeVar("OutgoingT", bound=Outgoing)
-CommandT = TypeVar("CommandT")
 
 
-class Sender(Generic[OutgoingT, CommandT]):
+class Sender(Generic[OutgoingT]):
     """Handoffs by request. A sender differs in four functions, and in when it asks and copies.
 
     `reserved` returns what follows once a receiver holds blocks, `ended` and `aborted` what follows from the end of a
@@ -94,10 +94,10 @@ class Sender(Generic[OutgoingT, CommandT]):
     def __init__(
         self,
         *,
-        reserved: Callable[[OutgoingT], Sequence[CommandT]],
+        reserved: Callable[[OutgoingT], Commands],
         contents: Callable[[OutgoingT, float], Contents],
-        ended: Callable[[OutgoingT, HandoffEnd, float], Sequence[CommandT]],
-        aborted: Callable[[OutgoingT], Sequence[CommandT]],
+        ended: Callable[[OutgoingT, HandoffEnd, float], Commands],
+        aborted: Callable[[OutgoingT], Commands],
     ) -> None:
         self._reserved = reserved
         self._contents = contents
@@ -128,9 +128,7 @@ class Sender(Generic[OutgoingT, CommandT]):
         reserve_blocks = ReserveBlocks(request_id, entry.attempt, num_blocks, is_copy, may_wait, is_best_effort)
         return Send(entry.target, reserve_blocks)
 
-    def answered(
-        self, peer: str, message: BlocksReserved | ReservationRefused | BlocksTaken, now: float
-    ) -> Sequence[CommandT]:
+    def answered(self, peer: str, message: BlocksReserved | ReservationRefused | BlocksTaken, now: float) -> Commands:
         entry = self._entries.get(message.request_id)
         awaited_in = HandoffStage.OFFERED if isinstance(message, BlocksTaken) else HandoffStage.ASKED
         if entry is None or (entry.target, entry.attempt, entry.stage) != (peer, message.attempt, awaited_in):
@@ -150,7 +148,7 @@ class Sender(Generic[OutgoingT, CommandT]):
         where = (entry.target, target_ids, reserved.generation, reserved.lease_id)
         return OffloadBlocks(request_id, reserved.attempt, block_ids, *where)
 
-    def copied(self, event: BlocksOffloaded | BlocksRelayed, now: float) -> Sequence[CommandT | Send]:
+    def copied(self, event: BlocksOffloaded | BlocksRelayed, now: float) -> Commands:
         command = event.command
         entry = self._entries[command.request_id]
         assert (entry.stage, entry.attempt) == (HandoffStage.COPYING, command.attempt), "a copy that was not begun"
@@ -166,8 +164,8 @@ class Sender(Generic[OutgoingT, CommandT]):
         written = BlocksWritten(command.lease_id, copy, entry.attempt, entry.request, *described)  # type: ignore[arg-type]
         return [Send(entry.target, written)]
 
-    def lost(self, peer: str, now: float) -> list[CommandT]:
-        commands: list[CommandT] = []
+    def lost(self, peer: str, now: float) -> list[WorkerCommand]:
+        commands: list[WorkerCommand] = []
         for entry in [entry for entry in self if entry.target == peer]:
             entry.is_target_lost = True
             if entry.stage is not HandoffStage.COPYING:
@@ -175,15 +173,15 @@ class Sender(Generic[OutgoingT, CommandT]):
                 commands += self._end(entry, HandoffEnd.UNKNOWN if is_offered else HandoffEnd.FAILED, now)
         return commands
 
-    def abort(self, entry: OutgoingT) -> Sequence[CommandT | Send]:
+    def abort(self, entry: OutgoingT) -> Commands:
         """End the handoff of a request that nobody wants any more, now or when its copy has ended."""
         entry.is_aborted = True
         return [] if entry.stage is HandoffStage.COPYING else [*self._cancel(entry), *self._aborted(entry)]
 
-    def give_up(self, entry: OutgoingT, now: float) -> Sequence[CommandT | Send]:
+    def give_up(self, entry: OutgoingT, now: float) -> Commands:
         return [*self._cancel(entry), *self._ended(entry, HandoffEnd.FAILED, now)]
 
-    def _end(self, entry: OutgoingT, how: HandoffEnd, now: float) -> Sequence[CommandT]:
+    def _end(self, entry: OutgoingT, how: HandoffEnd, now: float) -> Commands:
         del self._entries[entry.request.request_id]
         return self._ended(entry, how, now)
 
@@ -279,6 +277,13 @@ class BufferSpace:
         assert block_ids is not None, "fewer blocks than were counted"
         self._generation += 1
         return BufferSlot(peer, self._link_epochs[peer], block_ids, self._generation)
+
+
+class Lending(NamedTuple):
+    """Memory that an elastic worker lends to its node."""
+
+    buffer_bytes: int
+    peers: tuple[str, ...]  # as planned
 
 
 class Lender:

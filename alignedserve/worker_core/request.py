@@ -1,5 +1,6 @@
 """The part of a request's record that every worker keeps, whichever phase it serves."""
 
+import enum
 from dataclasses import dataclass, field
 
 import msgspec
@@ -11,6 +12,33 @@ from alignedserve.messages.gateways import TokenDelta
 from alignedserve.messages.workers import PrefillRequest, RequestPreempted, SetPredictedLength
 
 
+class CacheStage(enum.Enum):
+    """Where a request at a worker is, by its cache. The policy decides what a request HERE does."""
+
+    WAITING = "waiting"  # for blocks
+    ASKING = "asking"  # blocks are held, and the pool was asked for its cache
+    LOADING = "loading"  # its cache comes from the pool
+    HERE = "here"
+    LEAVING = "leaving"  # it is to be handed over, or is being copied to where it goes
+    AWAY = "away"  # in the pool, under a lease or as its request
+    PREFETCHING = "coming"  # there, and on its way into a prefill worker's memory
+    BUFFERED = "buffered"  # in a prefill worker's memory
+    RETURNING = "returning"  # there, and on its way back to the pool
+
+
+_FOLLOWING = {
+    CacheStage.WAITING: (CacheStage.ASKING, CacheStage.HERE),
+    CacheStage.ASKING: (CacheStage.LOADING, CacheStage.HERE),
+    CacheStage.LOADING: (CacheStage.HERE,),
+    CacheStage.HERE: (CacheStage.LEAVING,),
+    CacheStage.LEAVING: (CacheStage.HERE, CacheStage.AWAY),
+    CacheStage.AWAY: (CacheStage.ASKING, CacheStage.HERE, CacheStage.PREFETCHING),
+    CacheStage.PREFETCHING: (CacheStage.BUFFERED, CacheStage.AWAY),
+    CacheStage.BUFFERED: (CacheStage.AWAY, CacheStage.RETURNING),
+    CacheStage.RETURNING: (CacheStage.BUFFERED,),
+}
+
+
 @dataclass(slots=True, eq=False)
 class WorkerRequest:
     """One attempt of a request on a worker. Later attempts wait in `successor` until this one has left."""
@@ -20,10 +48,12 @@ class WorkerRequest:
     generated_token_ids: list[int]
     granted_s: float = field(default=0.0, kw_only=True)  # when it came to this worker
     predicted_output_len: float | None = field(default=None, kw_only=True)
+    stage: CacheStage = field(default=CacheStage.HERE, kw_only=True)
     is_prefilled: bool = field(default=False, kw_only=True)  # the router knows that its prompt is computed
     num_hit_tokens: int = field(default=0, kw_only=True)  # of its context, taken from the prefix cache as it entered
     is_aborted: bool = field(default=False, kw_only=True)  # but something still reads or writes its blocks
     successor: PrefillRequest | None = field(default=None, kw_only=True)
+    successor_s: float = field(default=0.0, kw_only=True)  # when it came
     num_received: int = field(init=False)  # generated tokens that it came with
     context_len: int = field(init=False)  # prompt and generated tokens; the next iteration reads or computes all
     max_context_len: int = field(init=False)
@@ -74,6 +104,10 @@ class WorkerRequest:
         """Return how many of its first tokens, cached so far, are computed: of those of some pictures all, or none."""
         return settled_len(self.request.whole_runs, num_cached)
 
+    def go(self, stage: CacheStage) -> None:
+        assert stage in _FOLLOWING[self.stage], f"a request that is {self.stage.value} cannot be {stage.value}"
+        self.stage = stage
+
     def is_up_to(self, attempt: int | None) -> bool:
         return attempt is None or self.attempt <= attempt
 
@@ -91,9 +125,8 @@ class WorkerRequest:
         if self.attempt == message.attempt:
             self.predicted_output_len = message.predicted_output_len
             return True
-        if self.successor is not None and self.successor.attempt == message.attempt:
-            predicted_len = message.predicted_output_len
-            self.successor = msgspec.structs.replace(self.successor, predicted_output_len=predicted_len)
+        if self.successor is not None:
+            self.successor = with_prediction(self.successor, message)
         return False
 
     def preempted(self, *, is_refused: bool = False) -> RequestPreempted:
@@ -113,3 +146,10 @@ def urgent_at_s(request: Request, num_generated: int, token_s: float | None) -> 
     if token_s is not None:
         needed_s = min((request.sampling.max_tokens - num_generated) * token_s, needed_s)
     return request.arrival_s + deadline_s - needed_s
+
+
+def with_prediction(message: PrefillRequest, late: SetPredictedLength) -> PrefillRequest:
+    """Return a waiting request with a later prediction, if that is of this attempt."""
+    if (message.request.request_id, message.attempt) != (late.request_id, late.attempt):
+        return message
+    return msgspec.structs.replace(message, predicted_output_len=late.predicted_output_len)

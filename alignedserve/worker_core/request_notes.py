@@ -36,6 +36,14 @@ from alignedserve.messages.workers import (
 )
 
 _MAX_FOLLOWED = 1 << 16
+_HEARD = {
+    *(PrefillRequest, BatchGranted, BlocksWritten, ReservationRefused, BlocksTaken, BlocksPrefetched),
+    *(AbortRequest, MoveRequest),
+}
+_SAID = {
+    *(PrefillCompleted, RequestFinished, AttemptFailed, RequestPreempted, RequestStayed, ReserveBlocks),
+    *(BlocksWritten, PrefetchBlocks, ReturnRequest),
+}
 
 
 class Phases(enum.Enum):
@@ -85,9 +93,8 @@ class WorkerNotes:
 
     def observe(self, event: Any, now: float, commands: Sequence[Any]) -> list[SendTo]:
         if type(event) is Received:
-            heard = _HEARD.get(type(event.message))
-            if heard is not None:
-                heard(self, event.peer, event.message, now)
+            if type(event.message) in _HEARD:
+                self._heard(event.peer, event.message, now)
         elif type(event) is IterationCompleted:
             self._num_iterations += 1
             self._num_members += len(event.sampled)
@@ -95,9 +102,8 @@ class WorkerNotes:
         for command in commands:
             kind = type(command)
             if kind is Send:
-                said = _SAID.get(type(command.message))
-                if said is not None:
-                    said(self, command.peer, command.message, now)
+                if type(command.message) in _SAID:
+                    self._said(command.peer, command.message, now)
             elif kind is LoadBlocks:
                 source = command.source.partition(" ")[0]  # of the names of an arena that a process lends
                 for load in command.loads:
@@ -126,112 +132,76 @@ class WorkerNotes:
             del self._followed[next(iter(self._followed))]
         self._followed[request.request_id] = _Followed(request.reply_to, attempt, is_prefilled)
 
-    # --- what the worker hears
-
-    def _accepted(self, peer: str, message: PrefillRequest, now: float) -> None:
-        request = message.request
-        self._follow(request, message.attempt, is_prefilled=False)
-        num_tokens = request.prompt_len + len(message.generated_token_ids)
-        num_others = len(self._followed) - 1
-        self._note(request.request_id, Step.ACCEPTED, now, num_tokens=num_tokens, num_requests=num_others)
-
-    def _granted(self, peer: str, message: BatchGranted, now: float) -> None:
-        for handoff in message.handoffs:
-            self._follow(handoff.request, handoff.attempt, is_prefilled=True)
-            request_id, num_requests = handoff.request.request_id, len(message.handoffs)
-            self._note(request_id, Step.ARRIVED, now, peer=peer, num_requests=num_requests)
-
-    def _handed(self, peer: str, message: BlocksWritten, now: float) -> None:
-        self._follow(message.request, message.attempt, is_prefilled=True)
-        self._note(message.request.request_id, Step.ARRIVED, now, peer=peer, num_requests=1)
-
-    def _refused(self, peer: str, message: ReservationRefused, now: float) -> None:
-        followed = self._followed.get(message.request_id)
-        if followed is not None and followed.copied_to != peer:
-            self._note(message.request_id, Step.HANDOFF_REFUSED, now, peer=peer, cause=Cause.REFUSED)
-
-    def _taken(self, peer: str, message: BlocksTaken, now: float) -> None:
-        followed = self._followed.get(message.request_id)
-        if followed is None or followed.copied_to == peer:
+    def _heard(self, peer: str, message: Any, now: float) -> None:
+        if isinstance(message, PrefillRequest):
+            num_tokens = message.request.prompt_len + len(message.generated_token_ids)
+            self._follow(message.request, message.attempt, is_prefilled=False)
+            num_others = len(self._followed) - 1
+            self._note(message.request.request_id, Step.ACCEPTED, now, num_tokens=num_tokens, num_requests=num_others)
             return
-        if not message.is_accepted:
-            self._note(message.request_id, Step.HANDOFF_REFUSED, now, peer=peer, cause=Cause.REFUSED)
-        elif followed.attempt <= message.attempt and peer != self._own_pool:
-            del self._followed[message.request_id]
-
-    def _prefetched(self, peer: str, message: BlocksPrefetched, now: float) -> None:
-        if message.copy is not None:
-            self._note(message.request_id, Step.PREFETCHED, now, peer=peer)
-        else:
-            cause = Cause.REFUSED if message.is_refused else None
-            self._note(message.request_id, Step.PREFETCH_ENDED, now, peer=peer, cause=cause)
-
-    def _aborted(self, peer: str, message: AbortRequest, now: float) -> None:
-        followed = self._followed.get(message.request_id)
-        if followed is not None and (message.attempt is None or followed.attempt <= message.attempt):
-            del self._followed[message.request_id]
-
-    def _leaving(self, peer: str, message: MoveRequest, now: float) -> None:
-        followed = self._followed.get(message.request_id)
-        if followed is not None:
-            followed.is_leaving = True
-
-    # --- what it says
-
-    def _prefilled(self, peer: str, message: PrefillCompleted, now: float) -> None:
-        followed = self._followed.get(message.request_id)
+        granted = message.handoffs if isinstance(message, BatchGranted) else ()
+        for handoff in (message,) if isinstance(message, BlocksWritten) else granted:
+            self._follow(handoff.request, handoff.attempt, is_prefilled=True)
+            num_requests = max(len(granted), 1)
+            self._note(handoff.request.request_id, Step.ARRIVED, now, peer=peer, num_requests=num_requests)
+        request_id = getattr(message, "request_id", RequestId(""))
+        followed = self._followed.get(request_id)
         if followed is None:
             return
-        self._note(message.request_id, Step.PREFILLED, now, num_tokens=message.num_tokens)
-        followed.is_prefilled = True
-        if self._phases is Phases.BOTH:
-            self._joined(message.request_id, followed, now)
+        match message:
+            case ReservationRefused() if followed.copied_to != peer:
+                self._note(request_id, Step.HANDOFF_REFUSED, now, peer=peer, cause=Cause.REFUSED)
+            case BlocksTaken() if followed.copied_to != peer:
+                if not message.is_accepted:
+                    self._note(request_id, Step.HANDOFF_REFUSED, now, peer=peer, cause=Cause.REFUSED)
+                elif followed.attempt <= message.attempt and peer != self._own_pool:
+                    del self._followed[request_id]
+            case BlocksPrefetched(copy=None):
+                cause = Cause.REFUSED if message.is_refused else None
+                self._note(request_id, Step.PREFETCH_ENDED, now, peer=peer, cause=cause)
+            case BlocksPrefetched():
+                self._note(request_id, Step.PREFETCHED, now, peer=peer)
+            case AbortRequest() if message.attempt is None or followed.attempt <= message.attempt:
+                del self._followed[request_id]
+            case MoveRequest():
+                followed.is_leaving = True
+
+    def _said(self, peer: str, message: Any, now: float) -> None:
+        request_id = getattr(message, "request", message).request_id
+        followed = self._followed.get(request_id)
+        if followed is None:
+            return
+        match message:
+            case PrefillCompleted():
+                self._note(request_id, Step.PREFILLED, now, num_tokens=message.num_tokens)
+                followed.is_prefilled = True
+                if self._phases is Phases.BOTH:
+                    self._joined(request_id, followed, now)
+            case RequestFinished():
+                num_iterations = self._num_iterations - followed.iterations_before
+                mean_size = round((self._num_members - followed.members_before) / max(num_iterations, 1))
+                counts = {"num_requests": mean_size, "num_iterations": num_iterations}
+                self._note(request_id, Step.FINISHED, now, num_tokens=message.num_generated, **counts)
+            case AttemptFailed():
+                self._note(request_id, Step.ATTEMPT_FAILED, now, cause=Cause.FAILED)
+            case RequestStayed():
+                followed.is_leaving = False
+            case ReserveBlocks():
+                followed.copied_to = peer if message.is_copy else ""
+                if not message.is_copy:
+                    self._note(request_id, Step.OFFERED, now, peer=peer)
+            case BlocksWritten() if followed.copied_to != peer:
+                self._note(request_id, Step.HANDED_OVER, now, peer=peer)
+            case PrefetchBlocks():
+                self._note(request_id, Step.PREFETCHING, now, peer=peer)
+            case ReturnRequest():
+                self._note(request_id, Step.RETURNED, now, peer=peer)
+        if isinstance(message, RequestFinished | AttemptFailed | RequestPreempted | ReturnRequest):
+            del self._followed[request_id]  # of a preempted one the router notes the reason
 
     def _joined(self, request_id: RequestId, followed: _Followed, now: float, **fields: Any) -> None:
         followed.iterations_before, followed.members_before = self._num_iterations, self._num_members
         self._note(request_id, Step.JOINED, now, **fields)
-
-    def _finished(self, peer: str, message: RequestFinished, now: float) -> None:
-        followed = self._followed.get(message.request_id)
-        if followed is None:
-            return
-        num_iterations = self._num_iterations - followed.iterations_before
-        mean_size = round((self._num_members - followed.members_before) / max(num_iterations, 1))
-        counts = {"num_tokens": message.num_generated, "num_requests": mean_size, "num_iterations": num_iterations}
-        self._note(message.request_id, Step.FINISHED, now, **counts)
-        del self._followed[message.request_id]
-
-    def _failed(self, peer: str, message: AttemptFailed, now: float) -> None:
-        self._note(message.request_id, Step.ATTEMPT_FAILED, now, cause=Cause.FAILED)
-        self._followed.pop(message.request_id, None)
-
-    def _preempted(self, peer: str, message: RequestPreempted, now: float) -> None:
-        self._followed.pop(message.request_id, None)  # the router notes it, with its reason
-
-    def _offering(self, peer: str, message: ReserveBlocks, now: float) -> None:
-        followed = self._followed.get(message.request_id)
-        if followed is None:
-            return
-        followed.copied_to = peer if message.is_copy else ""
-        if not message.is_copy:
-            self._note(message.request_id, Step.OFFERED, now, peer=peer)
-
-    def _handing_over(self, peer: str, message: BlocksWritten, now: float) -> None:
-        followed = self._followed.get(message.request.request_id)
-        if followed is not None and followed.copied_to != peer:
-            self._note(message.request.request_id, Step.HANDED_OVER, now, peer=peer)
-
-    def _staying(self, peer: str, message: RequestStayed, now: float) -> None:
-        followed = self._followed.get(message.request_id)
-        if followed is not None:
-            followed.is_leaving = False
-
-    def _prefetching(self, peer: str, message: PrefetchBlocks, now: float) -> None:
-        self._note(message.request_id, Step.PREFETCHING, now, peer=peer)
-
-    def _returning(self, peer: str, message: ReturnRequest, now: float) -> None:
-        self._note(message.request.request_id, Step.RETURNED, now, peer=peer)
-        self._followed.pop(message.request.request_id, None)
 
     def _stop(self, event: IterationCompleted, now: float) -> None:
         if event.is_urgent:
@@ -279,27 +249,3 @@ class WorkerNotes:
         for request_id, num_tokens in ins.items():
             if request_id not in outs:
                 self._note(request_id, Step.SWAPPED_IN, now, num_tokens=num_tokens)
-
-
-_Handler = Callable[[WorkerNotes, str, Any, float], None]
-_HEARD: dict[type, _Handler] = {
-    PrefillRequest: WorkerNotes._accepted,
-    BatchGranted: WorkerNotes._granted,
-    BlocksWritten: WorkerNotes._handed,
-    ReservationRefused: WorkerNotes._refused,
-    BlocksTaken: WorkerNotes._taken,
-    BlocksPrefetched: WorkerNotes._prefetched,
-    AbortRequest: WorkerNotes._aborted,
-    MoveRequest: WorkerNotes._leaving,
-}
-_SAID: dict[type, _Handler] = {
-    PrefillCompleted: WorkerNotes._prefilled,
-    RequestFinished: WorkerNotes._finished,
-    AttemptFailed: WorkerNotes._failed,
-    RequestPreempted: WorkerNotes._preempted,
-    RequestStayed: WorkerNotes._staying,
-    ReserveBlocks: WorkerNotes._offering,
-    BlocksWritten: WorkerNotes._handing_over,
-    PrefetchBlocks: WorkerNotes._prefetching,
-    ReturnRequest: WorkerNotes._returning,
-}

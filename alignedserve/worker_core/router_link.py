@@ -1,6 +1,7 @@
 """Reports of a worker to its router: registration, load, ends of requests, and sums of the iteration log."""
 
 from collections.abc import Iterable
+from typing import Any
 
 import msgspec
 
@@ -106,29 +107,17 @@ class RouterLink:
 
 
 def registration_of(
-    layout: BlockLayout,
-    num_blocks: int,
-    max_running_requests: int,
-    pool_name: str = "",
-    *,
-    node: str = "",
-    can_prefill: bool = False,
-    can_decode: bool = False,
-    max_adapters: int = 0,
-    num_active: int = 0,
+    layout: BlockLayout, num_blocks: int, max_running_requests: int, pool_name: str = "", **fields: Any
 ) -> WorkerRegistered:
+    """`fields`: others of WorkerRegistered."""
     return WorkerRegistered(
         num_blocks=num_blocks,
         block_size=layout.block_size,
         max_running_requests=max_running_requests,
         pool_name=pool_name,
-        can_prefill=can_prefill,
-        can_decode=can_decode,
         layout_digest=layout.digest().hex(),
-        node=node,
-        max_adapters=max_adapters,
-        num_active=num_active,
         state_blocks=layout.state_blocks,
+        **{"can_prefill": False, "can_decode": False} | fields,
     )
 
 

@@ -26,6 +26,8 @@ _PRELOADED = (
     "benchmarks.chaos.room_process",
     "alignedserve.batch_worker.actor",
     "alignedserve.gateway.actor",
+    "alignedserve.worker_core.actor",
+    "alignedserve.worker_core.service",
     "decode_worker.actor",
     "decode_worker.service",
     "kvpool.actor",

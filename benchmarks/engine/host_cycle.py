@@ -42,9 +42,9 @@ from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.runtime.model.decoder.model_config import ModelConfig
 from alignedserve.runtime.model.model_files import parse_model_config
 from alignedserve.scheduling.picture_turns import TurnLengths
+from alignedserve.worker_core.factory import colocated_registration, make_colocated_logic, memory_of
 from benchmarks.measuring.arguments import parser_of
 from benchmarks.measuring.recording import write_result
-from decode_worker.factory import colocated_registration, make_colocated_logic, memory_of
 from kernels.attention import PLAIN_SCORES
 
 CASES = ((64, 2048), (256, 1024))

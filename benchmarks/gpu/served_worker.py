@@ -37,11 +37,11 @@ from alignedserve.runtime.model.decoder.model_config import ModelConfig
 from alignedserve.runtime.model.model_files import read_config
 from alignedserve.runtime.model.served_model import ServedModel, resolve_model
 from alignedserve.scheduling.factory import resolve_policy
+from alignedserve.worker_core.handoff import Lending
 from alignedserve.worker_core.iteration_log import IterationRecord
+from alignedserve.worker_core.logic import ColocatedLogic
+from alignedserve.worker_core.service import Worker, start_colocated_worker
 from benchmarks.gpu.timed_gateway import TimedGateway
-from decode_worker.colocated.logic import ColocatedLogic
-from decode_worker.service import ColocatedWorker, start_colocated_worker
-from decode_worker.state import Lending
 from router.service import RouterService
 
 WORKER, GATEWAY = "decode-0", "gateway-0"
@@ -222,9 +222,9 @@ def run_worker(config: ClusterConfig, served: ServedModel, spec: ProcessSpec, pi
     """Serve until the pipe is closed: tell once why it cannot start (None: it has), then its state when asked."""
     limit_thread_spinning()
     lending = Lending(config.prefill.candidate_buffer_bytes, ())
-    started: list[ColocatedWorker] = []
+    started: list[Worker] = []
 
-    async def build() -> ColocatedWorker:
+    async def build() -> Worker:
         arguments = (config.decode, config.scheduling, config.engine, served, lending, config.prefix_cache, spec)
         started.append(await start_colocated_worker(*arguments))
         return started[0]
@@ -241,7 +241,7 @@ def run_worker(config: ClusterConfig, served: ServedModel, spec: ProcessSpec, pi
     os._exit(0)  # as Ray's processes end: nothing is left to tidy up, and native objects are not told apart from leaks
 
 
-async def _state_of(worker: ColocatedWorker) -> WorkerState:
+async def _state_of(worker: Worker) -> WorkerState:
     logic = worker._driver._logic
     assert isinstance(logic, ColocatedLogic), "a worker that does both"
     costs = logic._scheduler.costs

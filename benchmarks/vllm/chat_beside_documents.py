@@ -1,5 +1,5 @@
-"""Chat beside documents on a real vLLM, in alternation: by arrival, by priority, with the prototype of a scheduler
-inside, with ours inside, and by priority with our gateway before it.
+"""Chat beside documents, in alternation: on a real vLLM by arrival, by priority, with the prototype of a scheduler
+inside, with ours inside, by priority with our gateway before it; and on our engine, elastic and with separate workers.
 
     make build/vllm/.installed
     build/vllm/bin/python tests/inside_vllm/tiny_model.py build/opt-125m     # 125M OPT's shape, random weights
@@ -31,6 +31,7 @@ import aiohttp
 
 from benchmarks.measuring.arguments import parser_of
 from benchmarks.measuring.recording import write_result
+from benchmarks.measuring.server import served
 
 ROOT = Path(__file__).parents[2]
 BY_PRIORITY = ("--scheduling-policy", "priority")
@@ -41,7 +42,13 @@ CASES = {
     "ours inside": (*BY_PRIORITY, "--scheduler-cls", "alignedserve_vllm.AlignedScheduler"),
     "gateway before priority": BY_PRIORITY,
 }
+OURS = {
+    "our engine, elastic": ("topology=elastic",),
+    "our engine, separate 1 + 1": ("topology=disaggregated",),
+    "our engine, separate 2 + 2": ("topology=disaggregated", "prefill.count=2", "decode.count=2"),
+}
 VOCABULARY = range(10, 50_000)
+_NUM_WARM = 24  # documents before anything is measured
 START_S, SHOWN = 600.0, ("held", "ttft_p50_s", "ttft_p99_s", "tpot_p50_s", "tpot_p99_s", "documents_per_s")
 
 
@@ -85,6 +92,13 @@ class Load:
                 has_token = not body["stream"] or (line.startswith(b"data:") and b"[DONE]" not in line)
                 times += [time.perf_counter()] * has_token
         return Answer(sent_s, times[0], times[-1], num_out)
+
+    async def warm(self) -> None:
+        """Let the server touch its memory and compile what it compiles: what is measured first would pay for it."""
+        rng = random.Random(self.arguments.seed + 2000)
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as session:
+            answers = (self.answer(session, rng, 1024, 32, **self.document_fields) for _ in range(_NUM_WARM))
+            await asyncio.gather(*answers)
 
     async def phase(self, num_documents: int) -> dict[str, float]:
         """Send chats beside so many documents; return what chats held and how many documents ended meanwhile."""
@@ -159,6 +173,8 @@ async def _answers(url: str) -> bool:
 
 def measure(arguments: Namespace, case: str) -> dict[str, Any]:
     """Measure one server: chats alone, then beside documents."""
+    if case in OURS:
+        return measure_ours(arguments, case)
     ttft_ms, tpot_ms = 1000 * arguments.ttft, 1000 * arguments.tpot
     engine, gateway = f"http://localhost:{arguments.port}", f"http://localhost:{arguments.port + 1}"
     command = [
@@ -186,11 +202,25 @@ def measure(arguments: Namespace, case: str) -> dict[str, Any]:
             beside = log.with_suffix(".gateway.log")
             servers.enter_context(running(door, f"{gateway}/ready", {"PYTHONPATH": str(ROOT)}, beside))
             load = Load(gateway, arguments, {}, {"service_tier": "flex", "stream": False})
-        return {
-            "case": case,
-            "alone": asyncio.run(load.phase(0)),
-            "beside": asyncio.run(load.phase(arguments.documents)),
-        }
+        return phases(load, case)
+
+
+def measure_ours(arguments: Namespace, case: str) -> dict[str, Any]:
+    """The same of our engine, in float32 and with caches of the same size."""
+    settings = [
+        *("model.dtype=float32", "batches.enabled=false", "decode.kv_cache_bytes=2GiB", *OURS[case]),
+        *(f"gateway.default_ttft_s={arguments.ttft}", f"gateway.default_tpot_s={arguments.tpot}"),
+    ]
+    with served(arguments.model, settings) as port:
+        named = {"model": arguments.model.name}
+        documents = {**named, "service_tier": "flex", "stream": False}
+        return phases(Load(f"http://127.0.0.1:{port}", arguments, named, documents), case)
+
+
+def phases(load: Load, case: str) -> dict[str, Any]:
+    asyncio.run(load.warm())
+    alone = asyncio.run(load.phase(0))
+    return {"case": case, "alone": alone, "beside": asyncio.run(load.phase(load.arguments.documents))}
 
 
 def main() -> None:
@@ -198,7 +228,7 @@ def main() -> None:
     parser = parser_of(__doc__, rounds=2, name="vllm/chat_beside_documents")
     parser.add_argument("model", type=Path)
     parser.add_argument("--vllm", default="vllm", help="the command")
-    parser.add_argument("--cases", nargs="*", choices=CASES, default=list(CASES))
+    parser.add_argument("--cases", nargs="*", choices=[*CASES, *OURS], default=[*CASES, *OURS])
     parser.add_argument("--prototype", type=Path, help="folder of vllm_prototype.py; without it its row is left out")
     parser.add_argument("--rate", type=float, default=0.8, help="chats a second")
     parser.add_argument("--documents", type=int, default=64, help="outstanding")

@@ -23,8 +23,9 @@ from alignedserve.core.class_floor import ClassFloor
 from alignedserve.core.ids import BatchId, RequestId
 from alignedserve.messages.caches import BatchGranted, Handoff
 from alignedserve.messages.fields import NO_BATCH
-from decode_worker.held_requests import HeldRequest
-from decode_worker.state import Candidate, RunningRequest
+from alignedserve.worker_core.candidate import Candidate
+from alignedserve.worker_core.held_requests import HeldRequest
+from decode_worker.state import RunningRequest
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,8 +31,9 @@ from alignedserve.messages.caches import (
 )
 from alignedserve.messages.events import Send
 from alignedserve.messages.fields import NO_BATCH
+from alignedserve.worker_core.candidate import Candidate
 from alignedserve.worker_core.handoff import BufferSlot, BufferSpace, HandoffReceiver, Incoming
-from decode_worker.state import CacheLocation, Candidate
+from alignedserve.worker_core.request import CacheStage
 
 HEEDED_S = 5.0  # many times what the pool's word takes to the router, and the router's to here
 
@@ -70,10 +71,10 @@ class Candidates:
         del self._entries[candidate.request.request_id]
 
     def release(self, candidate: Candidate) -> list[Send]:
-        if candidate.slot is not None and candidate.location is not CacheLocation.PREFETCHING:
+        if candidate.slot is not None and candidate.stage is not CacheStage.PREFETCHING:
             self.space.free(candidate.slot)
         commands: list[Send] = []
-        if candidate.location is CacheLocation.PREFETCHING and (slot := candidate.slot) is not None:
+        if candidate.stage is CacheStage.PREFETCHING and (slot := candidate.slot) is not None:
             commands.append(Send(slot.peer, CancelPrefetch(candidate.request.request_id, slot.generation)))
         if candidate.lease_id is not None:
             commands.append(Send(self._granted_by(candidate), LeasesReleased((candidate.lease_id,))))
@@ -82,7 +83,7 @@ class Candidates:
     def abort(self, request_id: RequestId) -> list[Send]:
         self.version += 1
         candidate = self._entries.pop(request_id)
-        if candidate.location is CacheLocation.RETURNING:
+        if candidate.stage is CacheStage.RETURNING:
             candidate.is_aborted = True  # its blocks are being read
             return []
         return self.release(candidate)
@@ -102,12 +103,13 @@ class Candidates:
         self.space.opened(peer, offered.num_blocks, is_far=is_far)
 
     def prefetch(self, candidate: Candidate) -> list[Send]:
-        if candidate.location is not CacheLocation.POOL or candidate.pool_copy is None or not candidate.may_prefetch:
+        if candidate.stage is not CacheStage.AWAY or candidate.pool_copy is None or not candidate.may_prefetch:
             return []
         slot = self.space.for_prefetch(candidate.num_copied_blocks)
         if slot is None:
             return []
-        candidate.location, candidate.slot = CacheLocation.PREFETCHING, slot
+        candidate.go(CacheStage.PREFETCHING)
+        candidate.slot = slot
         self._prefetching[slot.generation] = slot
         request_id = candidate.request.request_id
         message = PrefetchBlocks(
@@ -130,11 +132,13 @@ class Candidates:
             self.space.free(slot)
             return None
         if message.copy is not None:
-            candidate.location, candidate.buffer_copy = CacheLocation.BUFFER, message.copy
+            candidate.go(CacheStage.BUFFERED)
+            candidate.buffer_copy = message.copy
             return None
         self.space.free(slot)
         self.version += 1
-        candidate.location, candidate.slot, candidate.may_prefetch = CacheLocation.POOL, None, False
+        candidate.go(CacheStage.AWAY)
+        candidate.slot, candidate.may_prefetch = None, False
         return candidate if message.is_refused else None
 
     def space_for_eviction(self, num_blocks: int, *, is_best_effort: bool) -> BufferSlot | None:
@@ -148,14 +152,11 @@ class Candidates:
         for candidate in sorted(latest_first, key=self._is_dropped_late):
             if slot is not None:
                 break
-            if (
-                candidate.location is CacheLocation.BUFFER
-                and candidate.lease_id is not None
-                and candidate.slot is not None
-            ):
+            if candidate.stage is CacheStage.BUFFERED and candidate.lease_id is not None and candidate.slot is not None:
                 self.version += 1
                 self.space.free(candidate.slot)
-                candidate.location, candidate.slot, candidate.buffer_copy = CacheLocation.POOL, None, None
+                candidate.go(CacheStage.AWAY)
+                candidate.slot, candidate.buffer_copy = None, None
                 slot = allocate()
         return slot
 
@@ -167,7 +168,7 @@ class Candidates:
 
     def copy_of(self, candidate: Candidate) -> tuple[str, BlockCopy]:
         source, copy = self._granted_by(candidate), candidate.pool_copy
-        if candidate.location is CacheLocation.BUFFER and candidate.slot is not None:
+        if candidate.stage is CacheStage.BUFFERED and candidate.slot is not None:
             source, copy = candidate.slot.peer, candidate.buffer_copy
         assert copy is not None, "a candidate without a copy"
         return source, copy
@@ -180,7 +181,7 @@ class Candidates:
         able = [
             candidate
             for candidate in self
-            if candidate.lease_id is None and candidate.location is CacheLocation.BUFFER and not candidate.must_stay
+            if candidate.lease_id is None and candidate.stage is CacheStage.BUFFERED and not candidate.must_stay
         ]
         sizes = [(not self._is_dropped_late(entry), entry.context_len, entry.request.request_id) for entry in able]
         return self.return_to_pool(able[sizes.index(max(sizes))], now) if sizes else []
@@ -193,9 +194,9 @@ class Candidates:
             del self._entries[candidate.request.request_id]
             self._returned[candidate.request.request_id] = candidate, now
             return [*self.release(candidate), Send(self._granted_by(candidate), LeasesReturned((lease_id,)))]
-        if candidate.location is not CacheLocation.BUFFER or candidate.slot is None or candidate.buffer_copy is None:
+        if candidate.stage is not CacheStage.BUFFERED or candidate.slot is None or candidate.buffer_copy is None:
             return []
-        candidate.location = CacheLocation.RETURNING
+        candidate.go(CacheStage.RETURNING)
         request = candidate.request
         self._returning[request.request_id, candidate.attempt] = candidate
         message = ReturnRequest(
@@ -221,7 +222,8 @@ class Candidates:
             return None
         assert candidate.slot is not None, "returned from no buffer"
         if message.outcome is ReturnOutcome.STAYED and not candidate.is_aborted:
-            candidate.location, candidate.batch_id, candidate.must_stay = CacheLocation.BUFFER, NO_BATCH, True
+            candidate.go(CacheStage.BUFFERED)
+            candidate.batch_id, candidate.must_stay = NO_BATCH, True
             return None
         self.space.free(candidate.slot)
         if candidate.is_aborted:
@@ -257,7 +259,7 @@ class Candidates:
             return None, refused
         request_id = message.request.request_id
         self.receiver.end(request_id)
-        candidate = Candidate.of(message, next_step(entry.attempt), NO_BATCH, CacheLocation.BUFFER, now)
+        candidate = Candidate.of(message, next_step(entry.attempt), NO_BATCH, CacheStage.BUFFERED, now)
         candidate.slot, candidate.buffer_copy = entry.slot, message.copy
         # In the pool a chat would wait for a batch of its length, perhaps behind all documents.
         candidate.must_stay = self.space.is_far(entry.slot) or candidate.is_real_time
@@ -274,7 +276,8 @@ class Candidates:
         lost = []
         for candidate in [candidate for candidate in self._entries.values() if _is_at(candidate, peer)]:
             if candidate.lease_id is not None:
-                candidate.location, candidate.slot, candidate.buffer_copy = CacheLocation.POOL, None, None
+                candidate.go(CacheStage.AWAY)
+                candidate.slot, candidate.buffer_copy = None, None
             else:
                 lost.append(self._entries.pop(candidate.request.request_id))
         return lost
@@ -289,7 +292,7 @@ class Candidates:
             candidate.has_lost_pool |= pool == self._pool_name
         for candidate in [candidate for candidate in self._entries.values() if self._granted_by(candidate) == pool]:
             candidate.lease_id = None
-            if candidate.location in (CacheLocation.POOL, CacheLocation.PREFETCHING):
+            if candidate.stage in (CacheStage.AWAY, CacheStage.PREFETCHING):
                 lost.append(self._entries.pop(candidate.request.request_id))
         return lost
 

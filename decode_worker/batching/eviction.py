@@ -1,4 +1,4 @@
-"""Evictions from the running batch into candidate buffers (AlignedServe, section 3.4, case 3).
+"""Entries into the running batch, and evictions from it: into candidate buffers (AlignedServe, section 3.4, case 3).
 
 1. The victim leaves the engine; its blocks stay taken while they are copied into a prefill worker's memory.
 2. The copy is done: the blocks are free, and the request is a candidate again. If the copy failed, it is preempted.
@@ -13,20 +13,22 @@ from alignedserve.core.ids import RequestId
 from alignedserve.messages.caches import BlockCopy
 from alignedserve.messages.iterations import BlocksOffloaded, Load, LoadBlocks, OffloadBlocks
 from alignedserve.messages.workers import RequestPreempted
-from alignedserve.worker_core.request import urgent_at_s
+from alignedserve.worker_core.candidate import Candidate
+from alignedserve.worker_core.request import CacheStage, urgent_at_s
 from decode_worker.batching.batch_order import BatchOrder, HeldCapacity
 from decode_worker.batching.candidates import Candidates
 from decode_worker.batching.running_batch import BatchMember, Leaving
 from decode_worker.batching.scheduled_batch import DecodeBatch
-from decode_worker.state import CacheLocation, Candidate, LoadingCandidate
+from decode_worker.state import LoadingCandidate
 
+_MOST_BEST_EFFORT_LOADS = 4  # at a time, where classes are known
 _EVICTIONS_PER_ITERATION = 8  # of an outgoing batch, so that a switch is short and its copies keep up
 
 EvictionCommand = OffloadBlocks | RequestPreempted  # the latter for the router
 
 
 class Evictions:
-    """Chooses victims, and holds those whose cache is being copied out."""
+    """Chooses who leaves the batch and who enters, and holds the requests whose cache is being copied out."""
 
     def __init__(self, batch: DecodeBatch, candidates: Candidates, order: BatchOrder) -> None:
         self._batch = batch
@@ -50,7 +52,11 @@ class Evictions:
         commands: list[OffloadBlocks] = []
         leaving = (running for running in outgoing if not running.is_aborted and not self._stays(running))
         evictable = [running for running in leaving if not self._is_urgent(running, token_s, now)]
-        able = (running for running in sorted(evictable, key=self._eviction_key) if self._batch.can_leave(running))
+        able = (
+            running
+            for running in sorted(evictable, key=self._eviction_key)
+            if self._batch.is_portable(running.request.request_id)
+        )
         for running in islice(able, _EVICTIONS_PER_ITERATION):
             commands += self._evict(running)
         return commands
@@ -64,7 +70,9 @@ class Evictions:
             if not evicted and num_freed >= num_stalled:
                 break
             num_freed += len(victim.block_ids)
-            commands += evicted or self._preempt(victim)
+            if not evicted:
+                self._batch.drop(victim)
+            commands += evicted or [victim.preempted()]
         return commands
 
     def evicted(self, event: BlocksOffloaded) -> list[EvictionCommand]:
@@ -98,7 +106,7 @@ class Evictions:
             running.attempt,
             running.generated_token_ids,
             running.batch_id,
-            CacheLocation.BUFFER,
+            stage=CacheStage.BUFFERED,
             slot=slot,
             first_token_s=leaving.first_token_s,
             last_token_s=leaving.last_token_s if leaving.last_token_s is not None else running.granted_s,
@@ -126,22 +134,7 @@ class Evictions:
     def _eviction_key(self, running: BatchMember) -> tuple[bool, int, RequestId]:
         return running.is_real_time and self._order.knows_classes, -running.context_len, running.request.request_id
 
-    def _preempt(self, running: BatchMember) -> list[RequestPreempted]:
-        self._batch.drop(running)
-        return [running.preempted()]
-
-
-_MOST_BEST_EFFORT_LOADS = 4  # at a time, where classes are known
-
-
-class Entries:
-    """Reads candidates, batches and objectives; removes the candidates that enter."""
-
-    def __init__(self, batch: DecodeBatch, candidates: Candidates, order: BatchOrder, evictions: Evictions) -> None:
-        self._batch = batch
-        self._candidates = candidates
-        self._order = order
-        self._evictions = evictions
+    # --- candidates that enter
 
     def may_enter(self, now: float) -> Iterator[Candidate]:
         """Yield the candidates that may enter, in order, up to the first that would break what runs; each counts for
@@ -157,10 +150,10 @@ class Entries:
             loading = self._batch.loading.candidates()
             within = self._batch.admission.within(chosen, loading, now, by_floor=self._order.by_floor)
         for candidate in within:
-            is_copied = candidate.location in (CacheLocation.PREFETCHING, CacheLocation.RETURNING)
+            is_copied = candidate.stage in (CacheStage.PREFETCHING, CacheStage.RETURNING)
             # An earlier attempt of it may still be being copied, in or out.
             request_id = candidate.request.request_id
-            is_still_here = request_id in self._batch.loading or self._evictions.get(request_id) is not None
+            is_still_here = request_id in self._batch.loading or self.get(request_id) is not None
             if not is_copied and not is_still_here:
                 yield candidate
 

@@ -1,16 +1,17 @@
 """The running batch and this worker's blocks: members, their growth, and the blocks that the next iterations need."""
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from alignedserve.core.block_allocator import BlockAllocator, blocks_for
 from alignedserve.core.ids import BatchId, BlockId, RequestId
 from alignedserve.messages.iterations import Addition, IterationCompleted, RunIteration
 from alignedserve.messages.workers import WorkerRegistered
+from alignedserve.worker_core.candidate import Candidate
+from alignedserve.worker_core.held_requests import HeldRequest
 from alignedserve.worker_core.request import WorkerRequest
 from decode_worker.batching.slack_packing import SlackPack, SlackPacking
-from decode_worker.held_requests import HeldRequest
-from decode_worker.state import Candidate, LoadingCandidate, RunningRequest
+from decode_worker.state import LoadingCandidate, RunningRequest
 
 # A request is admitted only if every request of the batch can then generate this many tokens without an eviction.
 FORESEEN_TOKENS = 32
@@ -28,34 +29,18 @@ class Begun(NamedTuple):
     alone_s: float = 0.0  # of its real-time part, as in the plan
 
 
-class LoadingCandidates:
+class LoadingCandidates(dict[RequestId, LoadingCandidate]):
     """Candidates whose caches are being copied in, with the blocks that they are copied into."""
 
-    def __init__(self) -> None:
-        self._entries: dict[RequestId, LoadingCandidate] = {}
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def __contains__(self, request_id: RequestId) -> bool:
-        return request_id in self._entries
-
-    def get(self, request_id: RequestId) -> Candidate | None:
-        entry = self._entries.get(request_id)
-        return entry.candidate if entry is not None else None
+    def candidate(self, request_id: RequestId) -> Candidate | None:
+        return self[request_id].candidate if request_id in self else None
 
     def candidates(self) -> list[Candidate]:
-        return [entry.candidate for entry in self._entries.values()]
+        return [entry.candidate for entry in self.values()]
 
     def growth(self, block_size: int, state_blocks: int = 0) -> int:
-        entries = self._entries.values()
+        entries = self.values()
         return sum(growth_of(entry.candidate, len(entry.block_ids) - state_blocks, block_size) for entry in entries)
-
-    def add(self, loading: LoadingCandidate) -> None:
-        self._entries[loading.candidate.request.request_id] = loading
-
-    def pop(self, request_id: RequestId) -> LoadingCandidate:
-        return self._entries.pop(request_id)
 
 
 def growth_of(request: WorkerRequest, num_held: int, block_size: int) -> int:
@@ -131,19 +116,10 @@ class RunningBatch:
 
     @classmethod
     def of_worker(
-        cls,
-        registered: WorkerRegistered,
-        max_running_requests: int,
-        packing: SlackPack | None = None,
-        state_blocks: int = 0,
+        cls, registered: WorkerRegistered, most: int, packing: SlackPack | None = None, state_blocks: int = 0
     ) -> "RunningBatch":
-        return cls(
-            num_blocks=registered.num_blocks,
-            block_size=registered.block_size,
-            max_running_requests=max_running_requests,
-            packing=packing,
-            state_blocks=state_blocks,
-        )
+        sizes = {"num_blocks": registered.num_blocks, "block_size": registered.block_size}
+        return cls(**sizes, max_running_requests=most, packing=packing, state_blocks=state_blocks)
 
     def __len__(self) -> int:
         return len(self._running)
@@ -153,6 +129,10 @@ class RunningBatch:
 
     def __getitem__(self, request_id: RequestId) -> RunningRequest:
         return self._running[request_id]
+
+    @property
+    def by_id(self) -> Mapping[RequestId, RunningRequest]:
+        return self._running
 
     def get(self, request_id: RequestId) -> RunningRequest | None:
         return self._running.get(request_id)
@@ -205,7 +185,7 @@ class RunningBatch:
             self._foreseen += growth_of(
                 loading.candidate, len(loading.block_ids) - self._state_blocks, self._block_size
             )
-        self.loading.add(loading)
+        self.loading[loading.candidate.request.request_id] = loading
 
     def loaded(self, request_id: RequestId) -> LoadingCandidate:
         self._foreseen = None
@@ -287,7 +267,7 @@ class RunningBatch:
     def drop(self, running: WorkerRequest) -> None:
         self._allocator.free(self._take_out(running.request.request_id).block_ids)
 
-    def can_leave(self, running: WorkerRequest) -> bool:
+    def is_portable(self, request_id: RequestId) -> bool:
         return True
 
     def num_cached(self, running: WorkerRequest) -> int:

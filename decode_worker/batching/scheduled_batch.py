@@ -8,10 +8,10 @@ out for a candidate frees their blocks only; the copies out of them come first, 
 """
 
 import math
-from collections.abc import Collection, Iterable, Iterator
-from typing import NamedTuple
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import numpy as np
+from typing_extensions import override
 
 from alignedserve.core.class_floor import TurnClass
 from alignedserve.core.ids import BlockId, RequestId
@@ -22,6 +22,9 @@ from alignedserve.scheduling.policy import CandidateChoice, DeviceMemory, Evicti
 from alignedserve.scheduling.scheduler import Scheduler
 from alignedserve.scheduling.table import Bools, RequestTable
 from alignedserve.scheduling.table_operations import decode_s, is_mixing_cheaper, note_decodes
+from alignedserve.worker_core.candidate import Candidate
+from alignedserve.worker_core.held_requests import HeldRequest, HeldRequests
+from alignedserve.worker_core.plan_performer import PlanPerformer
 from alignedserve.worker_core.request import WorkerRequest
 from decode_worker.batching.running_batch import (
     FORESEEN_TOKENS,
@@ -32,9 +35,7 @@ from decode_worker.batching.running_batch import (
     growth_of,
 )
 from decode_worker.batching.slack_packing import note_candidate
-from decode_worker.held_requests import HeldRequest, HeldRequests
-from decode_worker.plan_performer import PlanPerformer
-from decode_worker.state import Candidate, LoadingCandidate
+from decode_worker.state import LoadingCandidate
 
 _STARVATION_S = 60.0  # a candidate that has waited so long here enters as if nothing had an objective
 _OVERDUE_S = 30.0  # a late candidate that has waited so long here counts as on time
@@ -144,12 +145,7 @@ def _class_of(candidate: Candidate, now: float, *, least_s: float) -> TurnClass:
     return TurnClass.ON_TIME if is_overdue or due_s - now >= num_left * least_s else TurnClass.LATE
 
 
-class _Split(NamedTuple):
-    own: IterationPlan
-    chosen: tuple[Candidate, ...]
-
-
-class ScheduledBatch:
+class ScheduledBatch(HeldRequests):
     """Requests in the policy's table, and those whose cache is being copied in or out."""
 
     packing = None  # the policy bounds iterations
@@ -167,16 +163,14 @@ class ScheduledBatch:
         """`max_held`: requests that the engine has places for. `choice`: the candidates among which the policy chooses.
         `admission_share`: of a TPOT objective that an iteration may take; None: candidates enter while blocks are free.
         """
+        super().__init__(memory)
         self.costs = scheduler.costs
         self._scheduler = scheduler
-        self._held = HeldRequests(memory)
-        self._state = self._held.state
-        self.table = self._state.table
+        self.table = self.state.table
         self.admission = None
         if admission_share is not None:
             self.admission = ObjectiveAdmission(self.table, self.costs, admission_share)
-        self._performer = PlanPerformer(self._held)
-        self._block_size = memory.block_size
+        self._performer = PlanPerformer(self)
         self._max_running_requests = max_running_requests
         self._max_held = max_held
         self._choice = choice
@@ -186,21 +180,9 @@ class ScheduledBatch:
         self._num_dropped = 0  # preemptions after which those without a cache have left
         self.version = 0  # changes with the requests
 
-    def __len__(self) -> int:
-        return len(self._held)
-
-    def __iter__(self) -> Iterator[HeldRequest]:
-        return iter(self._held)
-
-    def __getitem__(self, request_id: RequestId) -> HeldRequest:
-        return self._held[request_id]
-
-    def get(self, request_id: RequestId) -> HeldRequest | None:
-        return self._held.get(request_id)
-
     @property
     def num_blocks(self) -> int:
-        return self._held.allocator.num_blocks
+        return self.allocator.num_blocks
 
     @property
     def has_place(self) -> bool:
@@ -208,28 +190,25 @@ class ScheduledBatch:
 
     @property
     def num_free(self) -> int:
-        return self._state.num_free
+        return self.state.num_free
 
     @property
     def num_holding(self) -> int:
-        return len(self._held) + len(self.loading)
+        return len(self) + len(self.loading)
 
     @property
     def num_preemptions(self) -> int:
         return self._performer.num_preemptions
 
-    def blocks_for(self, num_tokens: int) -> int:
-        return self._held.blocks_for(num_tokens)
-
     def never_fits(self, candidate: Candidate) -> bool:
         return self.blocks_for(candidate.max_context_len) > self.num_blocks
 
     def blocks_if_fits(self, candidate: Candidate) -> tuple[BlockId, ...] | None:
-        if self._is_here(candidate.request.request_id) or self._held.is_copying_out or not self.has_place:
+        if self._is_here(candidate.request.request_id) or self.is_copying_out or not self.has_place:
             return None
         if self._blocks_with_growth(candidate) + self._foreseen_blocks() > self.num_free:
             return None
-        return self._held.hold(self.blocks_for(candidate.num_cached))
+        return self.hold(self.blocks_for(candidate.num_cached))
 
     def view(self, candidates: Iterable[Candidate], now: float) -> None:
         """Let the policy choose among these candidates too, in order, within the places and blocks that may be held.
@@ -249,43 +228,42 @@ class ScheduledBatch:
             chosen[request_id] = candidate
         for request_id, candidate in list(self._in_view.items()):
             if chosen.get(request_id) is not candidate:
-                self._forget(request_id)
+                del self._in_view[request_id]
+                self.state.remove_elsewhere(request_id)
         for request_id, candidate in chosen.items():
             if request_id not in self._in_view:
                 self._in_view[request_id] = candidate
                 num_cached = candidate.num_cached
-                self._state.add_elsewhere(candidate.request, now, candidate.progress(num_cached, 0))
+                self.state.add_elsewhere(candidate.request, now, candidate.progress(num_cached, 0))
 
     def load(self, loading: LoadingCandidate) -> None:
-        """Add a candidate whose cache is being copied in. Its row stays for now: iterations know rows by number."""
-        self.loading.add(loading)
+        # Its row stays for now: iterations know rows by number.
+        self.loading[loading.candidate.request.request_id] = loading
 
     def loaded(self, request_id: RequestId) -> LoadingCandidate:
         return self.loading.pop(request_id)
 
-    def enter(self, candidate: Candidate, block_ids: tuple[BlockId, ...], num_cached: int, now: float) -> None:
+    @override
+    def enter(self, candidate: Candidate, block_ids: Sequence[BlockId], num_cached: int, now: float) -> None:
         self.version += 1
         self._in_view.pop(candidate.request.request_id, None)
-        self._held.enter(candidate, block_ids, num_cached, now)
-
-    def free(self, block_ids: Iterable[BlockId]) -> None:
-        self._held.free_held(tuple(block_ids))
+        super().enter(candidate, block_ids, num_cached, now)
 
     def set_predicted_length(self, request_id: RequestId, predicted_len: float) -> None:
         if request_id in self.table:
-            self._state.set_predicted_length(request_id, predicted_len)
+            self.state.set_predicted_length(request_id, predicted_len)
 
     def begin(self, now: float) -> Begun | None:
         if not len(self.table) or not self._has_room_for_any():
             return None
-        device_plan, chosen = self._split(self._scheduler.plan(self._state, now))
+        device_plan, chosen = self._split(self._scheduler.plan(self.state, now))
         has_copies_out = any(part.how is EvictionMode.SWAP for part in device_plan.evictions)
         if not device_plan.scheduled and not has_copies_out:
             self._performer.evict(device_plan.evictions, now)
             loads = self._hold(chosen)
             return Begun(None, (), loads=loads) if loads else None
-        members = self._held.of_parts(device_plan.scheduled)
-        self._state.begin(device_plan)
+        members = self.of_parts(device_plan.scheduled)
+        self.state.begin(device_plan)
         command = self._performer.perform(device_plan, members, now)
         loads = () if has_copies_out else self._hold(chosen)
         has_changed, self._members = members != self._members, members
@@ -294,10 +272,10 @@ class ScheduledBatch:
     def completed(self, event: IterationCompleted, now: float, duration_s: float) -> None:
         self._performer.completed()
         for request_id, num_tokens in event.forced:
-            self._state.note_forced(request_id, num_tokens)
+            self.state.note_forced(request_id, num_tokens)
         for request_id in event.skipped:
-            self._state.note_skipped(request_id)
-        self._scheduler.completed(self._state, now=now, duration_s=duration_s, grammar_s=event.grammar_s)
+            self.state.note_skipped(request_id)
+        self._scheduler.completed(self.state, now=now, duration_s=duration_s, grammar_s=event.grammar_s)
 
     def take_dropped(self) -> list[HeldRequest]:
         """Remove and return the requests whose whole cache plans have dropped: prefill workers compute them again."""
@@ -306,32 +284,25 @@ class ScheduledBatch:
         self._num_dropped = self.num_preemptions
         table = self.table
         rows = np.flatnonzero((table.num_blocks == 0) & (table.num_cached == 0) & (table.num_swapped == 0))
-        held = [self._held.get(table.request_ids[row]) for row in rows.tolist()]
+        held = [self.get(table.request_ids[row]) for row in rows.tolist()]
         dropped = [request for request in held if request is not None and not request.is_aborted]
         for request in dropped:
             self.drop(request)
         return dropped
 
-    def drop(self, running: WorkerRequest) -> None:
+    @override
+    def drop(self, tracked: WorkerRequest) -> None:
         self.version += 1
-        self._held.drop(self._held[running.request.request_id])
-
-    def can_leave(self, running: WorkerRequest) -> bool:
-        """Return whether it can be copied out: its whole cache is here, and only its next token is missing."""
-        return self._held.is_portable(running.request.request_id)
-
-    def num_cached(self, running: WorkerRequest) -> int:
-        return int(self.table.num_cached[self.table.row(running.request.request_id)])
+        super().drop(self[tracked.request.request_id])
 
     def begin_eviction(self, running: WorkerRequest) -> Leaving:
         self.version += 1
-        leaving = self._held[running.request.request_id]
-        progress = self._held.detach(leaving)
+        leaving = self[running.request.request_id]
+        progress = self.detach(leaving)
         since_s = (progress.first_token_s, progress.last_token_s)
         return Leaving(tuple(leaving.block_ids), progress.num_cached, *since_s, progress.service_s)
 
-    def end_eviction(self, block_ids: tuple[BlockId, ...]) -> None:
-        self._held.free_held(block_ids)
+    free = end_eviction = HeldRequests.free_held
 
     def decode_s(self) -> float | None:
         return decode_s(self.table, self.costs)
@@ -340,12 +311,12 @@ class ScheduledBatch:
         return is_mixing_cheaper(self.table, self.costs, context_lens)
 
     def _is_here(self, request_id: RequestId) -> bool:
-        return request_id in self.loading or self._held.get(request_id) is not None
+        return request_id in self.loading or self.get(request_id) is not None
 
-    def _split(self, plan: IterationPlan) -> _Split:
+    def _split(self, plan: IterationPlan) -> tuple[IterationPlan, tuple[Candidate, ...]]:
         request_ids, in_view = self.table.request_ids, self._in_view
         if not in_view:
-            return _Split(plan, ())
+            return plan, ()
         wanted = [*(part.row for part in plan.scheduled), *plan.uploads]
         chosen = tuple(in_view[request_ids[row]] for row in wanted if request_ids[row] in in_view)
         iteration_plan = IterationPlan(
@@ -354,19 +325,15 @@ class ScheduledBatch:
             tuple(row for row in plan.uploads if request_ids[row] not in in_view),
             alone_s=plan.alone_s,
         )
-        return _Split(iteration_plan, chosen)
+        return iteration_plan, chosen
 
     def _hold(self, chosen: Iterable[Candidate]) -> tuple[LoadingCandidate, ...]:
         loads = []
         for candidate in chosen:
             num_blocks = self.blocks_for(candidate.num_cached)
             if num_blocks <= self.num_free:
-                loads.append(LoadingCandidate(candidate, self._held.hold(num_blocks)))
+                loads.append(LoadingCandidate(candidate, self.hold(num_blocks)))
         return tuple(loads)
-
-    def _forget(self, request_id: RequestId) -> None:
-        if self._in_view.pop(request_id, None) is not None:
-            self._state.remove_elsewhere(request_id)
 
     def _has_choice(self) -> bool:
         if self._choice is CandidateChoice.OVER_BEST_EFFORT:
@@ -375,7 +342,7 @@ class ScheduledBatch:
         return self._choice is CandidateChoice.ALL
 
     def _has_room_for_any(self) -> bool:
-        num_away = self._held.num_away
+        num_away = self.num_away
         if not num_away:
             return True
         table = self.table
@@ -388,14 +355,14 @@ class ScheduledBatch:
 
     def _blocks_with_growth(self, candidate: Candidate) -> int:
         num_blocks = self.blocks_for(candidate.num_cached)
-        return num_blocks + growth_of(candidate, num_blocks - self.blocks_for(0), self._block_size)
+        return num_blocks + growth_of(candidate, num_blocks - self.blocks_for(0), self.block_size)
 
     def _foreseen_blocks(self, counts: Bools | bool = True) -> int:
         table = self.table
         foreseen = np.minimum(table.context_len + FORESEEN_TOKENS, table.prompt_len + table.max_tokens)
-        growth = -(-foreseen // self._block_size) + self.blocks_for(0) - table.num_blocks
+        growth = -(-foreseen // self.block_size) + self.blocks_for(0) - table.num_blocks
         running = int(growth[(table.num_blocks > 0) & (growth > 0) & counts].sum())
-        return running + self.loading.growth(self._block_size, self.blocks_for(0))
+        return running + self.loading.growth(self.block_size, self.blocks_for(0))
 
 
 # The running batch of a decode worker: whole in every iteration, or as a policy decides.

@@ -31,8 +31,9 @@ from alignedserve.costmodel.model import CostModel, LearningCostModel
 from alignedserve.costmodel.work import IterationWork
 from alignedserve.messages.workers import ANY_LENGTH
 from alignedserve.scheduling.table_operations import is_cheap_beside
+from alignedserve.worker_core.candidate import Candidate
 from alignedserve.worker_core.request import WorkerRequest
-from decode_worker.state import Candidate, RunningRequest
+from decode_worker.state import RunningRequest
 
 PATIENCE_S = 1.0  # then a candidate goes before later ones of any length
 _MEMORY_S = 30.0  # for which an objective bounds entries after its last request

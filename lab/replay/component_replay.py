@@ -33,6 +33,7 @@ from alignedserve.process.recording import (
     RecordReader,
     RunMetadata,
 )
+from alignedserve.worker_core import factory as colocated_factory
 from decode_worker import factory as decode_factory
 from kvpool import logic as pool_logic
 from prefill_worker import logic as prefill_logic
@@ -124,7 +125,7 @@ _SCHEMAS: dict[str, ComponentSchema] = {
             decode_factory.make_logic, DecodeWorkerInbound, (IterationCompleted, BlocksLoaded, BlocksOffloaded)
         ),
         ComponentSchema(
-            decode_factory.make_colocated_logic,
+            colocated_factory.make_colocated_logic,
             DecodeWorkerInbound,
             (IterationCompleted, BlocksLoaded, BlocksOffloaded, BufferOpened),
         ),

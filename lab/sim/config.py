@@ -14,7 +14,7 @@ from alignedserve.costmodel.linear import Sample
 from alignedserve.costmodel.model import CostModel
 from alignedserve.scheduling.factory import resolve_policy, with_yielding
 from alignedserve.scheduling.policy import DeviceMemory, Mechanism
-from decode_worker.factory import memory_of
+from alignedserve.worker_core.factory import memory_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from lab.sim.config import SimLinks, Slowdowns
 from lab.sim.event_queue import EventQueue
 
 _NOT_SUMMED = 0  # checksum, as there are no bytes
-LENT = " lends"  # ends the name of an arena that another elastic worker lends (decode_worker/colocated/moves.py)
+LENT = " lends"  # ends the name of an arena that another elastic worker lends (alignedserve/worker_core/moves.py)
 
 
 class SimulatedArena:

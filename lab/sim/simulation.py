@@ -22,6 +22,7 @@ from alignedserve.messages.handshake import Role
 from alignedserve.scheduling.factory import calibration_s, check_yielding, limits_of
 from alignedserve.scheduling.policies import require_policy
 from alignedserve.scheduling.policy import IterationLimits, Mechanism
+from alignedserve.worker_core import factory as colocated_factory
 from alignedserve.worker_core.router_link import registration_of
 from decode_worker import factory as decode_factory
 from kvpool import logic as pool_logic
@@ -311,8 +312,8 @@ class Simulation:
         measured = self._measured(name, true_costs, num_blocks, limits_of(config), cluster.batching)
         if self._config.is_colocated:
             make = partial(
-                decode_factory.make_colocated_logic,
-                registered=decode_factory.colocated_registration(
+                colocated_factory.make_colocated_logic,
+                registered=colocated_factory.colocated_registration(
                     layout, num_blocks, config, pool_name=_pool(node), can_move=self._config.can_move
                 ),
                 memory=self._config.decode_memory,

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from alignedserve.core.request import SamplingParams
-from decode_worker import block_peers
-from decode_worker.service import DecodeWorker
+from alignedserve.worker_core import block_peers
+from alignedserve.worker_core.service import Worker
 from tests.harnesses.clusters.in_process import small_config
 from tests.harnesses.clusters.two_nodes import FAR, start_two_nodes
 from tests.support.samples import POOL
@@ -38,7 +38,7 @@ async def test_the_link_to_another_node_is_there_while_it_is_used(
 ) -> None:
     cluster = await start_two_nodes(small_config(tmp_path / "model"), tmp_path, has_tls=True)
     decoder = cluster.components[FAR]
-    assert isinstance(decoder, DecodeWorker)
+    assert isinstance(decoder, Worker)
 
     def linked() -> set[str]:
         return {peer.name for peer in decoder._driver.links.peers()} - {"router", "gateway-0"}

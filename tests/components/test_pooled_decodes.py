@@ -13,10 +13,10 @@ from alignedserve.core.request import RequestClass, SamplingParams
 from alignedserve.process.process_spec import POOL
 from alignedserve.runtime.kv.shm_arena import Arena
 from alignedserve.scheduling.yielding import StoppablePass, YieldConfig, Yielding
-from alignedserve.worker_core.iteration_cycle import UrgentCycle
-from decode_worker.colocated.logic import ColocatedLogic
-from decode_worker.colocated.pooled_decodes import PooledDecodes
-from decode_worker.service import ColocatedWorker
+from alignedserve.worker_core.logic import ColocatedLogic
+from alignedserve.worker_core.pooled_decodes import PooledDecodes
+from alignedserve.worker_core.service import Worker
+from alignedserve.worker_core.worker_logic import UrgentCycle
 from kvpool.logic import PoolLogic
 from kvpool.service import KvPool
 from tests.components.work import check, growing_prompts
@@ -44,7 +44,7 @@ def config_of(folder: Path, *, count: int = 1, has_prefix_cache: bool = False) -
 
 def decodes_of(cluster: RoomCluster, name: str = "decode-0") -> PooledDecodes:
     worker = cluster.components[name]
-    assert isinstance(worker, ColocatedWorker)
+    assert isinstance(worker, Worker)
     assert isinstance(worker._driver._logic, ColocatedLogic)
     decodes = worker._driver._logic._decodes
     assert decodes is not None

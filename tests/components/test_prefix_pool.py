@@ -14,8 +14,8 @@ from alignedserve.core.ids import WorkerName
 from alignedserve.core.request import SamplingParams
 from alignedserve.process.process_spec import POOL
 from alignedserve.runtime.kv.shm_arena import Arena
-from decode_worker.colocated.logic import ColocatedLogic
-from decode_worker.service import ColocatedWorker
+from alignedserve.worker_core.logic import ColocatedLogic
+from alignedserve.worker_core.service import Worker
 from kvpool.logic import PoolLogic
 from kvpool.service import KvPool
 from router.prefix_index import PrefixIndex
@@ -51,12 +51,12 @@ def kept(cluster: RoomCluster) -> int:
 
 def loaded(cluster: RoomCluster, name: str) -> int:
     worker = cluster.components[name]
-    assert isinstance(worker, ColocatedWorker)
+    assert isinstance(worker, Worker)
     assert isinstance(worker._driver._logic, ColocatedLogic)
     pooled = worker._driver._logic._pooled
     assert pooled is not None
-    pooled.loads._tokens_per_s = lambda: 1.0  # the tiny model computes faster than anything can be asked
-    return pooled.loads.num_loaded_tokens
+    pooled._tokens_per_s = lambda: 1.0  # the tiny model computes faster than anything can be asked
+    return pooled.num_loaded_tokens
 
 
 async def test_the_requests_of_a_lost_worker_go_on_from_the_pool(tmp_path: Path) -> None:
@@ -124,7 +124,7 @@ async def test_a_worker_of_another_node_loads_over_a_connection(
 def links_of(cluster: RoomCluster, name: str) -> set[str]:
     """Return the pools that a worker can ask."""
     worker = cluster.components[name]
-    assert isinstance(worker, ColocatedWorker)
+    assert isinstance(worker, Worker)
     assert isinstance(worker._driver._logic, ColocatedLogic)
     assert worker._driver._logic._pooled is not None
-    return {pool for pool, link in worker._driver._logic._pooled.loads._links.items() if link.is_open}
+    return {pool for pool, link in worker._driver._logic._pooled._links.items() if link.is_open}

@@ -9,7 +9,7 @@ import pytest
 
 from alignedserve.config.sections import Topology
 from alignedserve.core.request import SamplingParams
-from decode_worker.service import ColocatedWorker, DecodeWorker
+from alignedserve.worker_core.service import Worker
 from kernels.cpu.native import supported_levels
 from tests.harnesses.clusters.in_process import RoomCluster, running, small_config
 
@@ -30,7 +30,7 @@ async def test_the_parts_add_up_to_the_wall_time(topology: Topology, tmp_path: P
     async with running(small_config(tmp_path / "model", topology=topology), tmp_path) as cluster:
         await serve(cluster)
         worker = cluster.components["decode-0"]
-        assert isinstance(worker, DecodeWorker | ColocatedWorker)
+        assert isinstance(worker, Worker)
         records = worker.iteration_log.records()
         told_s = [answer.compute_s for answer in cluster.gateway.answers.values()]
     computed_s = sum(record.prepare_s + record.forward_s + record.sampling_s for record in records)

@@ -8,14 +8,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 
 from tests.support.ports import free_port
+from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 VLLM = Path(os.environ.get("VLLM_COMMAND", ROOT / "build" / "vllm" / "bin" / "vllm"))
@@ -67,11 +67,8 @@ def _is_ready(client: httpx.Client, process: "subprocess.Popen[bytes]", log: Pat
         return False
 
 
-def _until(holds: Any, seconds: float) -> None:
-    until_s = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < until_s, "it took too long"
-        time.sleep(0.2)
+def _until(holds: Callable[[], bool], seconds: float) -> None:
+    wait_until(holds, seconds, lambda: "it took too long", 0.2)
 
 
 def _engines(pid: int) -> list[int]:

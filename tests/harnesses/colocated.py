@@ -18,7 +18,8 @@ from alignedserve.prefix_cache.contexts import PrefixCache
 from alignedserve.scheduling.policy import DeviceMemory, IterationLimits, IterationPolicy, WorkerView
 from alignedserve.scheduling.scheduler import Scheduler
 from alignedserve.scheduling.yielding import Yielding
-from decode_worker.colocated.logic import ColocatedCommand, ColocatedLogic
+from alignedserve.worker_core.logic import ColocatedLogic
+from alignedserve.worker_core.part import WorkerCommand
 from tests.harnesses.scheduling import EasyCosts, Script, Step
 from tests.support.samples import REPLY_TO, ROUTER, blocks, request, worker
 
@@ -62,28 +63,28 @@ class ColocatedHarness:
         )
         self.do(PeerConnected(Role.ROUTER, ROUTER))
 
-    def do(self, event: Any) -> list[ColocatedCommand]:
+    def do(self, event: Any) -> list[WorkerCommand]:
         commands = self.logic.on_event(event, self.now)
         told = [one.message for one in commands if isinstance(one, Send) and isinstance(one.message, WorkerLoad)]
         self.loads += told
         return [one for one in commands if not (isinstance(one, Send) and one.message in told)]
 
-    def hear(self, message: Message) -> list[ColocatedCommand]:
+    def hear(self, message: Message) -> list[WorkerCommand]:
         return self.do(Received(ROUTER, message))
 
-    def begin(self, of: Request, attempt: int = 1, *generated: int, **more: Any) -> list[ColocatedCommand]:
+    def begin(self, of: Request, attempt: int = 1, *generated: int, **more: Any) -> list[WorkerCommand]:
         return self.hear(PrefillRequest(of, attempt, generated, **more))
 
-    def follow(self, *steps: Step) -> list[ColocatedCommand]:
+    def follow(self, *steps: Step) -> list[WorkerCommand]:
         """Set the next steps; a worker that rests takes the first one at once."""
         self.script.steps.extend(steps)
         return self.do(PeerConnected(Role.GATEWAY, "gateway-0"))  # nothing to it, but it is a moment to begin
 
-    def sampled(self, **tokens: int) -> list[ColocatedCommand]:
+    def sampled(self, **tokens: int) -> list[WorkerCommand]:
         """End the iteration with these tokens."""
         return self.completed(*(SampledToken(RequestId(name), token) for name, token in tokens.items()))
 
-    def completed(self, *tokens: SampledToken, **more: Any) -> list[ColocatedCommand]:
+    def completed(self, *tokens: SampledToken, **more: Any) -> list[WorkerCommand]:
         return self.do(IterationCompleted(tokens, **more))
 
     @property
@@ -109,7 +110,7 @@ def swap(name: str, num_tokens: int, *numbers: int) -> Swap:
     return Swap(RequestId(name), num_tokens, blocks(*numbers))
 
 
-def runs(commands: list[ColocatedCommand]) -> list[RunIteration]:
+def runs(commands: list[WorkerCommand]) -> list[RunIteration]:
     return [one for one in commands if isinstance(one, RunIteration)]
 
 

@@ -1,5 +1,6 @@
 """A decode worker to tell things to: twenty blocks of four tokens, four requests."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from alignedserve.core.ids import BatchId, LeaseId, RequestId
@@ -34,11 +35,12 @@ from alignedserve.messages.wire import Message
 from alignedserve.messages.workers import WorkerLoad
 from alignedserve.scheduling.policy import CandidateChoice, DeviceMemory, IterationLimits, IterationPolicy
 from alignedserve.scheduling.scheduler import Scheduler
+from alignedserve.worker_core.part import WorkerCommand
 from decode_worker.batching.batch_order import DecodeLimits, SwitchLimits
 from decode_worker.batching.running_batch import RunningBatch
 from decode_worker.batching.scheduled_batch import DecodeBatch, ScheduledBatch
 from decode_worker.batching.slack_packing import SlackPack
-from decode_worker.logic import DecodeCommand, DecodeLogic
+from decode_worker.logic import DecodeLogic
 from tests.harnesses.scheduling import EasyCosts
 from tests.support.samples import POOL, PREFILL, REPLY_TO, ROUTER, blocks, handoff, request, worker
 
@@ -77,50 +79,50 @@ class DecodeHarness:
         if buffer_blocks:
             self.lend(buffer_blocks)
 
-    def do(self, event: Any) -> list[DecodeCommand]:
+    def do(self, event: Any) -> list[WorkerCommand]:
         commands = self.logic.on_event(event, self.now)
         return [one for one in commands if not (isinstance(one, Send) and isinstance(one.message, WorkerLoad))]
 
-    def hear(self, message: Message, peer: str = ROUTER) -> list[DecodeCommand]:
+    def hear(self, message: Message, peer: str = ROUTER) -> list[WorkerCommand]:
         return self.do(Received(peer, message))
 
-    def lend(self, num_blocks: int, peer: str = PREFILL) -> list[DecodeCommand]:
+    def lend(self, num_blocks: int, peer: str = PREFILL) -> list[WorkerCommand]:
         """Connect a prefill worker that lends a buffer of so many blocks."""
         self.do(PeerConnected(Role.PREFILL_WORKER, peer))
         return self.hear(ArenaOffered(f"/dev/shm/{peer}.arena", num_blocks, 64, "digest"), peer)
 
     def grant(
         self, *handoffs: Handoff, batch: int = BATCH, joins: int | None = None, is_aligned: bool = True
-    ) -> list[DecodeCommand]:
+    ) -> list[WorkerCommand]:
         joined = BatchId(joins) if joins is not None else None
         return self.hear(BatchGranted(BatchId(batch), handoffs, joined, is_aligned), POOL)
 
-    def loaded(self, command: LoadBlocks, *refused: RequestId) -> list[DecodeCommand]:
+    def loaded(self, command: LoadBlocks, *refused: RequestId) -> list[WorkerCommand]:
         return self.do(BlocksLoaded(command.source, command.loads, frozenset(refused)))
 
-    def enter(self, *handoffs: Handoff, **batch: Any) -> list[DecodeCommand]:
+    def enter(self, *handoffs: Handoff, **batch: Any) -> list[WorkerCommand]:
         """Grant requests, load those that may enter at once, and return what follows from that."""
         return self.all_loaded(self.grant(*handoffs, **batch))
 
-    def all_loaded(self, commands: list[DecodeCommand]) -> list[DecodeCommand]:
+    def all_loaded(self, commands: Sequence[WorkerCommand]) -> list[WorkerCommand]:
         return [one for command in loads(commands) for one in self.loaded(command)]
 
     def offloaded(
         self, command: OffloadBlocks, copied: tuple[BlockRun, ...] | None = BUFFER_RUNS
-    ) -> list[DecodeCommand]:
+    ) -> list[WorkerCommand]:
         return self.do(BlocksOffloaded(command, copied))
 
     def prefetched(
         self, name: str, generation: int, context_len: int = 4, copied: tuple[BlockRun, ...] = BUFFER_RUNS
-    ) -> list[DecodeCommand]:
+    ) -> list[WorkerCommand]:
         copy = BlockCopy(generation, context_len, copied)
         return self.hear(BlocksPrefetched(RequestId(name), generation, copy), PREFILL)
 
-    def sampled(self, **tokens: int) -> list[DecodeCommand]:
+    def sampled(self, **tokens: int) -> list[WorkerCommand]:
         """End the iteration with these tokens."""
         return self.completed(*(SampledToken(RequestId(name), token) for name, token in tokens.items()))
 
-    def completed(self, *tokens: SampledToken, **more: Any) -> list[DecodeCommand]:
+    def completed(self, *tokens: SampledToken, **more: Any) -> list[WorkerCommand]:
         return self.do(IterationCompleted(tokens, **more))
 
     def load(self) -> WorkerLoad:
@@ -166,15 +168,15 @@ def run(*additions: Addition, removals: tuple[str, ...] = (), grown: Any = (), s
     return RunIteration(tuple(map(RequestId, removals)), additions, extensions, parts)
 
 
-def runs(commands: list[DecodeCommand]) -> list[RunIteration]:
+def runs(commands: Sequence[WorkerCommand]) -> list[RunIteration]:
     return [one for one in commands if isinstance(one, RunIteration)]
 
 
-def loads(commands: list[DecodeCommand]) -> list[LoadBlocks]:
+def loads(commands: Sequence[WorkerCommand]) -> list[LoadBlocks]:
     return [one for one in commands if isinstance(one, LoadBlocks)]
 
 
-def offloads(commands: list[DecodeCommand]) -> list[OffloadBlocks]:
+def offloads(commands: Sequence[WorkerCommand]) -> list[OffloadBlocks]:
     return [one for one in commands if isinstance(one, OffloadBlocks)]
 
 

@@ -32,7 +32,8 @@ from alignedserve.messages.iterations import (
 from alignedserve.messages.wire import Message
 from alignedserve.messages.workers import PrefillRequest, WorkerLoad
 from alignedserve.scheduling.iteration_scheduler import FcfsIterationScheduler, IterationScheduler
-from prefill_worker.logic import PrefillCommand, PrefillLogic
+from alignedserve.worker_core.part import WorkerCommand
+from prefill_worker.logic import PrefillLogic
 from tests.support.samples import DECODE, POOL, R1, REPLY_TO, ROUTER, blocks, request, worker
 
 ARENA = ArenaOffered("/dev/shm/x.arena", 8, 64, "digest")
@@ -62,29 +63,29 @@ class PrefillHarness:
         if has_pool:
             self.hear(ARENA, POOL)
 
-    def do(self, event: Any) -> list[PrefillCommand]:
+    def do(self, event: Any) -> list[WorkerCommand]:
         commands = self.logic.on_event(event, 0.0)
         return [one for one in commands if not (isinstance(one, Send) and isinstance(one.message, WorkerLoad))]
 
-    def hear(self, message: Message, peer: str = ROUTER) -> list[PrefillCommand]:
+    def hear(self, message: Message, peer: str = ROUTER) -> list[WorkerCommand]:
         return self.do(Received(peer, message))
 
-    def begin(self, of: Request, attempt: int = 1, *generated: int, **more: Any) -> list[PrefillCommand]:
+    def begin(self, of: Request, attempt: int = 1, *generated: int, **more: Any) -> list[WorkerCommand]:
         return self.hear(PrefillRequest(of, attempt, generated, **more))
 
-    def sampled(self, *tokens: SampledToken, **more: Any) -> list[PrefillCommand]:
+    def sampled(self, *tokens: SampledToken, **more: Any) -> list[WorkerCommand]:
         return self.do(IterationCompleted(tokens, **more))
 
-    def copied(self, command: OffloadBlocks, runs: tuple[BlockRun, ...] | None = RUNS) -> list[PrefillCommand]:
+    def copied(self, command: OffloadBlocks, runs: tuple[BlockRun, ...] | None = RUNS) -> list[WorkerCommand]:
         return self.do(BlocksOffloaded(command, runs))
 
-    def loaded(self, command: LoadBlocks, *refused: RequestId) -> list[PrefillCommand]:
+    def loaded(self, command: LoadBlocks, *refused: RequestId) -> list[WorkerCommand]:
         return self.do(BlocksLoaded(command.source, command.loads, frozenset(refused)))
 
-    def relayed(self, command: RelayBlocks, runs: tuple[BlockRun, ...] | None = RUNS) -> list[PrefillCommand]:
+    def relayed(self, command: RelayBlocks, runs: tuple[BlockRun, ...] | None = RUNS) -> list[WorkerCommand]:
         return self.do(BlocksRelayed(command, runs))
 
-    def link(self, peer: str = DECODE) -> list[PrefillCommand]:
+    def link(self, peer: str = DECODE) -> list[WorkerCommand]:
         """Connect a decode worker, which gets a buffer."""
         (opening,) = self.do(PeerConnected(Role.DECODE_WORKER, peer))
         assert isinstance(opening, OpenBuffer)

@@ -24,7 +24,7 @@ from alignedserve.runtime.kv.block_storage import BlockStorage
 from alignedserve.scheduling.policies import make_policy
 from alignedserve.scheduling.policy import DeviceMemory, IterationLimits, IterationPolicy
 from alignedserve.scheduling.scheduler import Scheduler
-from decode_worker.colocated.logic import ColocatedLogic
+from alignedserve.worker_core.logic import ColocatedLogic
 from tests.harnesses.scheduling import EasyCosts
 from tests.support.models.tiny_engines import random_tokens
 from tests.support.samples import ROUTER, worker

@@ -48,7 +48,7 @@ class Worker:
         self.cache: Buffer = {}
         self.gone: set[RequestId] = set()  # whose last cache may be lost
         self.receiver = HandoffReceiver(self.space, BLOCK_SIZE, self.allocator.free)
-        self.sender: Sender[Outgoing, Any] = Sender(
+        self.sender: Sender[Outgoing] = Sender(
             reserved=lambda entry: [self.sender.copy(entry, self.held[entry.request.request_id][1])],
             contents=lambda entry, now: Contents(entry.request.prompt_len, (7,), None, 0.0, 0.0),
             ended=self._ended,

@@ -18,7 +18,7 @@ from alignedserve.prefix_cache import block_hashes, contexts
 from alignedserve.prefix_cache.block_hashes import HASH_BYTES, block_hash, prefix_root
 from alignedserve.scheduling.policies import all_policies
 from alignedserve.scheduling.policy import Mechanism
-from decode_worker.colocated.logic import ColocatedLogic
+from alignedserve.worker_core.logic import ColocatedLogic
 from kvpool.logic import PoolLogic
 from prefill_worker.logic import PrefillLogic
 from router.prefix_index import PrefixIndex
@@ -153,7 +153,7 @@ def play_with_pool(seed: int, name: str, *, losses: float = 0.15, **sizes: objec
     cluster = play(seed, shape_of(name, **shape), losses=losses, count=25)
     pooled = [one._pooled for one in cluster.logics.values() if isinstance(one, ColocatedLogic)]
     stored = sum(one._offers.num_stored for one in pooled if one is not None)
-    return stored, sum(one.loads.num_loaded_tokens for one in pooled if one is not None)
+    return stored, sum(one.num_loaded_tokens for one in pooled if one is not None)
 
 
 def test_blocks_go_to_a_pool_and_come_back() -> None:

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from alignedserve.core.ids import BatchId
 from alignedserve.core.request import Slo
 from alignedserve.costmodel.work import IterationWork
+from alignedserve.worker_core.candidate import Candidate
 from decode_worker.batching.running_batch import RunningBatch
 from decode_worker.batching.slack_packing import PATIENCE_S, SlackPack
-from decode_worker.state import Candidate
 from tests.harnesses.scheduling import EasyCosts
 from tests.support.samples import handoff, request
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from alignedserve.config.sections import SchedulingConfig
 from alignedserve.core.request import RequestClass
-from decode_worker.colocated.logic import ColocatedLogic
+from alignedserve.worker_core.logic import ColocatedLogic
 from tests.harnesses.clusters.cluster_shape import Shape
 from tests.harnesses.clusters.logic_cluster import LogicCluster
 from tests.property.test_every_request_ends_once import check_answers, check_nothing_is_held, some_steps

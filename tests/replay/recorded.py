@@ -27,6 +27,7 @@ from alignedserve.process.addresses import ROUTER
 from alignedserve.process.recorder import Recorder, open_recorder
 from alignedserve.process.recording import RUN_FILE, RunMetadata
 from alignedserve.scheduling.policy import DeviceMemory
+from alignedserve.worker_core import factory as colocated_factory
 from decode_worker import factory as decode_factory
 from kvpool import logic as pool_logic
 from lab.replay.component_replay import ComponentReplay, recordings_in
@@ -110,9 +111,9 @@ class RecordedCluster(LogicCluster):
         decode = DecodeWorkerConfig(max_running_requests=shape.max_running_requests, max_num_batched_tokens=12)
         memory = DeviceMemory(shape.worker_blocks, shape.worker_blocks, BLOCK_SIZE, shape.host_tokens)
         if shape.is_colocated:
-            held = self._registered(name, decode_factory.max_held(decode), can_prefill=True, can_decode=True)
+            held = self._registered(name, colocated_factory.max_held(decode), can_prefill=True, can_decode=True)
             common |= {"registered": held, "prefix_cache": PrefixCacheConfig(enabled=shape.has_prefix_cache)}
-            return partial(decode_factory.make_colocated_logic, config=decode, memory=memory, **common)
+            return partial(colocated_factory.make_colocated_logic, config=decode, memory=memory, **common)
         return partial(decode_factory.make_logic, config=decode, batching=batching, memory=memory, **common)
 
 
@@ -162,14 +163,14 @@ def _worker_maker(config: SimConfig, logic: Any, role: Role) -> "partial[Any] | 
     common: dict[str, Any] = {
         "registered": logic._registered,
         "scheduling": cluster.scheduling,
-        "eos_token_ids": logic._iterations._eos_token_ids,
+        "eos_token_ids": logic._eos_token_ids,
     }
     if role is Role.PREFILL_WORKER:
         common |= {"prefix_cache": cluster.prefix_cache, "num_layers": config.layout.num_layers}
         return partial(prefill_logic.make_logic, config=cluster.prefill, **common)
     common |= {"memory": config.decode_memory, "config": cluster.decode}
     if config.is_colocated:
-        return partial(decode_factory.make_colocated_logic, num_layers=config.layout.num_layers, **common)
+        return partial(colocated_factory.make_colocated_logic, num_layers=config.layout.num_layers, **common)
     return partial(decode_factory.make_logic, batching=cluster.batching, **common)
 
 

@@ -115,7 +115,7 @@ def test_a_changed_decision_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyP
     numbers = iter(range(30, 0, -1))
 
     def changed(self: DecodeLogic, event: Any, now: float) -> list[Any]:
-        commands = decide(self, event, now)
+        commands = [*decide(self, event, now)]
         return commands[1:] if commands and next(numbers, None) == 1 else commands
 
     monkeypatch.setattr(DecodeLogic, "on_event", changed)

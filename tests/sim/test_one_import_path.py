@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+import alignedserve.worker_core.factory
+import alignedserve.worker_core.service
 import decode_worker.factory
 import decode_worker.service
 import kvpool.logic
@@ -13,7 +15,7 @@ import prefill_worker.logic
 import prefill_worker.service
 import router.logic
 import router.service
-from decode_worker.colocated.logic import ColocatedLogic
+from alignedserve.worker_core.logic import ColocatedLogic
 from decode_worker.logic import DecodeLogic
 from kvpool.logic import PoolLogic
 from lab.sim import simulation
@@ -59,12 +61,13 @@ def test_both_use_that_file() -> None:
         (kvpool.service, kvpool.logic, "make_logic"),
         (prefill_worker.service, prefill_worker.logic, "make_logic"),
         (decode_worker.service, decode_worker.factory, "make_logic"),
-        (decode_worker.service, decode_worker.factory, "make_colocated_logic"),
+        (alignedserve.worker_core.service, alignedserve.worker_core.factory, "make_colocated_logic"),
     ]
     assert all(vars(user)[name] is vars(factory)[name] for user, factory, name in live)
-    assembly_names = ("router_logic", "pool_logic", "prefill_logic", "decode_factory")
+    assembly_names = ("router_logic", "pool_logic", "prefill_logic", "decode_factory", "colocated_factory")
     assemblies = [vars(simulation)[name] for name in assembly_names]
-    assert assemblies == [router.logic, kvpool.logic, prefill_worker.logic, decode_worker.factory]
+    live_assemblies = [router.logic, kvpool.logic, prefill_worker.logic, decode_worker.factory]
+    assert assemblies == [*live_assemblies, alignedserve.worker_core.factory]
 
 
 def test_the_simulated_components_hold_them() -> None:

@@ -6,7 +6,7 @@ import msgspec
 
 from alignedserve.config.sections import PrefixCacheConfig, Topology
 from alignedserve.costmodel.hardware import LinkModel
-from decode_worker.colocated.logic import ColocatedLogic
+from alignedserve.worker_core.logic import ColocatedLogic
 from lab.sim.config import SimConfig, SimLinks, SimWorkerLoss
 from lab.sim.result import ClassResult
 from lab.sim.simulation import Simulation
@@ -102,7 +102,7 @@ def with_pool(config: SimConfig, num_blocks: int = POOL_BLOCKS) -> SimConfig:
 def loaded(simulation: Simulation) -> int:
     """Count the tokens whose cache workers have loaded from the pool."""
     logics = [one for one in simulation.logics().values() if isinstance(one, ColocatedLogic)]
-    return sum(one._pooled.loads.num_loaded_tokens for one in logics if one._pooled is not None)
+    return sum(one._pooled.num_loaded_tokens for one in logics if one._pooled is not None)
 
 
 def test_a_worker_that_is_back_begins_with_what_the_pool_has() -> None:

@@ -3,7 +3,7 @@
 import typer
 
 from alignedserve.cli.options import takes_options
-from lab.commands.bench.options import LoadOptions
+from lab.commands.bench.options import LoadOptions, VersusOptions
 
 bench_app = typer.Typer(
     help="Measure a running server. Parts alone are measured in a checkout: `python -m benchmarks.engine`, `.kernels`, "
@@ -31,6 +31,14 @@ def bench_serve(options: LoadOptions) -> None:
     raise typer.Exit(run(options))
 
 
-@bench_app.callback()
-def bench() -> None:
-    """Keep `serve` a command of its own: without a callback Typer would make the only command the group itself."""
+@bench_app.command("versus")
+@takes_options
+def bench_versus(options: VersusOptions) -> None:
+    """Put the same loads on several servers, one after the other and in several rounds, and compare them.
+
+    SERVER is NAME=COMMAND, which is started with {port} filled in and ended again, or NAME=URL of a running one:
+    "ours=alignedserve serve MODEL --port {port}" "vllm=vllm serve MODEL --port {port}".
+    """
+    from lab.commands.bench.versus import bench_versus as run
+
+    raise typer.Exit(run(options))

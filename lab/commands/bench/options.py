@@ -110,3 +110,28 @@ class LoadOptions:
             raise ConfigError(f"--output-len {self.output_len}: must be exact or free")
         if self.ignore_eos and self.output_len == "free":
             raise ConfigError("--ignore-eos needs --output-len exact: without a limit no answer would end")
+
+
+@dataclass(frozen=True, slots=True)
+class VersusOptions:
+    """Options of `bench versus`."""
+
+    servers: Annotated[tuple[str, ...], typer.Argument(metavar="SERVER...", help="NAME=COMMAND or NAME=URL.")]
+    loads: Annotated[
+        tuple[str, ...],
+        typer.Option("--load", metavar="LABEL=SPEC", help="A load as `bench serve` takes it; without any, six usual."),
+    ] = ()
+    rounds: Annotated[int, typer.Option(min=1, help="Times that each server is started.")] = 2
+    duration_s: Annotated[float, typer.Option("--duration", min=1.0, metavar="S", help="Measured of each load.")] = 30.0
+    warm_up_s: Annotated[float, typer.Option("--warm-up", min=0.0, metavar="S", help="Before it, not counted.")] = 10.0
+    endpoint: Annotated[str, typer.Option(help="chat or completions.")] = "completions"
+    max_prompt: Annotated[int | None, typer.Option(min=1, metavar="N", help="Clamp prompts to so many tokens.")] = None
+    max_output: Annotated[int | None, typer.Option(min=1, metavar="N", help="Clamp outputs to so many tokens.")] = None
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="Folder with a tokenizer.json: prompts of exact length.", file_okay=False)
+    ] = None
+    start_timeout_s: Annotated[
+        float, typer.Option("--start-timeout", min=1.0, metavar="S", help="Until a server answers.")
+    ] = 600.0
+    seed: Annotated[int, typer.Option("--seed", help="The same seed gives the same arrivals and lengths.")] = 0
+    json_target: Annotated[str | None, typer.Option("--json", metavar="FILE|-", help="Write all runs as JSON.")] = None

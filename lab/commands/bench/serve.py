@@ -27,7 +27,7 @@ def bench_serve(options: LoadOptions) -> int:
     plan = make_plan(options)
     if options.json_target is not None and options.json_target != "-":
         require_writable(Path(options.json_target), option="--json")
-    run, model = asyncio.run(_run(options, plan))
+    run, model = asyncio.run(run_load(options, plan))
     report = summarise(run, plan.classes, num_clamped=(plan.num_clamped_prompts, plan.num_clamped_outputs))
     if options.json_target != "-":
         print_load_report(results(), report, title=f"{model} at {options.url}")
@@ -73,7 +73,8 @@ def _with_default_slo(traffic: TrafficClass, slo: Slo) -> TrafficClass:
     return replace(traffic, slo=Slo(ttft_s, tpot_s, traffic.slo.deadline_s))
 
 
-async def _run(options: LoadOptions, plan: LoadPlan) -> tuple[LoadRun, str]:
+async def run_load(options: LoadOptions, plan: LoadPlan) -> tuple[LoadRun, str]:
+    """Send a plan to the server of these options; return what happened and the model that answered."""
     client = OpenAiClient(url=options.url, api_key=client_api_key(), timeout_s=options.timeout_s)
     async with client:
         model = options.model or await client.model_name()

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import httpx
 import pytest
-from starlette.types import Message
+from starlette.types import Message, Scope
 from typing_extensions import override
 
 from alignedserve.api.errors import ClientDisconnected, Unservable
@@ -18,9 +18,11 @@ from alignedserve.batches.responses.response_repository import EventChunk
 from alignedserve.config.sections import GatewayConfig
 from alignedserve.core.errors import StoreUnavailable
 from alignedserve.gateway import streaming
+from alignedserve.gateway.call import Call
 from alignedserve.gateway.responses import responses_api as store_loss
 from alignedserve.gateway.responses import stored_events
 from alignedserve.gateway.responses.stored_events import StoredEvents, StoredEventsResponse
+from alignedserve.gateway.services import Services
 from alignedserve.keys.entry import ANYONE
 from alignedserve.keys.ring import digest_of, plain_entry
 from alignedserve.messages.state import Change
@@ -227,8 +229,10 @@ async def test_a_client_that_does_not_read_is_disconnected(monkeypatch: pytest.M
     monkeypatch.setattr(streaming, "_SEND_TIMEOUT_S", 0.05)
     monkeypatch.setattr(streaming, "_CHECK_PAUSE_S", 0.05)
     stored = cast("StoredEvents", SimpleNamespace(events=events, failure_events=lambda error: b""))
+    scope: Scope = {"type": "http", "method": "GET", "path": "/v1/responses/resp_1", "headers": []}
+    Call(cast("Services", SimpleNamespace(config=GatewayConfig())), scope)
     with pytest.raises(ClientDisconnected, match="does not read"):
-        await asyncio.wait_for(StoredEventsResponse(stored)({"state": {}}, receive, send), 10.0)
+        await asyncio.wait_for(StoredEventsResponse(stored)(scope, receive, send), 10.0)
 
 
 async def num_kept_bytes(served: BatchGateway, key: str | None = None) -> int:

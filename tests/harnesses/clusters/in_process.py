@@ -39,14 +39,14 @@ from alignedserve.runtime.kv.candidate_memory import CandidateMemory
 from alignedserve.runtime.kv.transfers.kv_transfer import lends_device_memory
 from alignedserve.runtime.lora.loaded_adapters import with_adapters
 from alignedserve.runtime.model.served_model import ServedModel, resolve_model
+from alignedserve.worker_core import factory as colocated_factory
+from alignedserve.worker_core.factory import max_held, memory_of
 from alignedserve.worker_core.router_link import registration_of
+from alignedserve.worker_core.service import Worker
 from decode_worker import factory as decode_factory
-from decode_worker.factory import max_held, memory_of
 from decode_worker.logic import DecodeLogic
-from decode_worker.service import ColocatedWorker, DecodeWorker
 from kvpool.service import KvPool
 from prefill_worker import logic as prefill_logic
-from prefill_worker.service import PrefillWorker
 from router.service import RouterService
 from tests.harnesses.client_gateway import ClientGateway
 from tests.support.devices.counting_engine import CountingEngine
@@ -123,7 +123,7 @@ class RoomCluster:
         self.books: dict[str, AddressBook] = {}  # of processes on nodes of their own
         self.authority: CertificateAuthority | None = None  # for TLS between nodes
         self.pools: dict[str, str] = {}  # of their nodes
-        self.components: dict[str, RouterService | KvPool | PrefillWorker | DecodeWorker | ColocatedWorker] = {}
+        self.components: dict[str, RouterService | KvPool | Worker] = {}
         self.engines: dict[str, CountingEngine] = {}
 
     async def start(self) -> None:
@@ -178,7 +178,7 @@ class RoomCluster:
             prefix_cache=self.config.prefix_cache,
             state_blocks=layout.state_blocks,
         )
-        worker = PrefillWorker(
+        worker = Worker(
             make=make,
             executor=executor,
             memory=CandidateMemory(
@@ -188,10 +188,10 @@ class RoomCluster:
                 transport=self.config.engine.kv_transport,
                 lanes=executor.lanes if lends_device_memory(self.config.engine) else None,
             ),
-            pool_name=POOL,
+            pool_at=POOL,
             process_spec=process_spec,
         )
-        await worker.start(listen_at=name, router_at=ROUTER, pool_at=POOL)
+        await worker.start(listen_at=name, router_at=ROUTER)
         self.components[name] = worker
 
     async def start_decode(self, name: str) -> None:
@@ -222,13 +222,14 @@ class RoomCluster:
             eos_token_ids=executor.eos_token_ids,
             measured=executor.measure_iterations(0.02, 512),
         )
-        worker = DecodeWorker(
+        worker = Worker(
             make=make,
             executor=executor,
             process_spec=self._process_spec(Role.DECODE_WORKER, name),
+            pool_at=self.pools.get(name, POOL),
             transport=self.config.engine.kv_transport,
         )
-        await worker.start(router_at=ROUTER, pool_at=self.pools.get(name, POOL))
+        await worker.start(router_at=ROUTER)
         self.components[name] = worker
 
     async def _start_colocated(self, name: str) -> None:
@@ -244,7 +245,7 @@ class RoomCluster:
             jumps_ahead=True,
         )
         make = partial(
-            decode_factory.make_colocated_logic,
+            colocated_factory.make_colocated_logic,
             registered=replace(
                 self._registered(executor, max_held(section), can_prefill=True, can_decode=True), can_move=is_elastic
             ),
@@ -267,7 +268,7 @@ class RoomCluster:
             budget = BufferBudget(executor.layout.blocks_in(self.config.prefill.candidate_buffer_bytes), peers)
             lanes = executor.lanes if lends_device_memory(self.config.engine) else None
             memory = CandidateMemory(executor.layout, budget, process_spec, transport=transport, lanes=lanes)
-        worker = ColocatedWorker(
+        worker = Worker(
             make=make,
             executor=executor,
             process_spec=process_spec,
@@ -283,7 +284,7 @@ class RoomCluster:
 
     def num_buffer_blocks_used(self) -> int:
         """Count the blocks of all decode workers in all prefill workers' memory."""
-        logics = [one._driver._logic for one in self.components.values() if isinstance(one, DecodeWorker)]
+        logics = [one._driver._logic for one in self.components.values() if isinstance(one, Worker)]
         return sum(logic._candidates.space.num_used for logic in logics if isinstance(logic, DecodeLogic))
 
     def files_in_memory(self) -> list[Path]:

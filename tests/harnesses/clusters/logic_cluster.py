@@ -45,9 +45,10 @@ from alignedserve.messages.wire import Message
 from alignedserve.messages.workers import WorkerRegistered
 from alignedserve.process.addresses import ROUTER
 from alignedserve.scheduling.policy import DeviceMemory
+from alignedserve.worker_core import factory as colocated_factory
+from alignedserve.worker_core.logic import ColocatedLogic
 from decode_worker import factory as decode_factory
 from decode_worker.batching.candidates import HEEDED_S
-from decode_worker.colocated.logic import ColocatedLogic
 from decode_worker.logic import DecodeLogic
 from kvpool import logic as pool_logic
 from kvpool.logic import LINK_WAIT_S, PoolLogic
@@ -276,8 +277,8 @@ class LogicCluster:
 
     def _make_colocated(self, name: str) -> ColocatedLogic:
         shape, config = self.shape, self.shape.decode
-        return decode_factory.make_colocated_logic(
-            registered=self._registered(name, decode_factory.max_held(config), can_prefill=True, can_decode=True),
+        return colocated_factory.make_colocated_logic(
+            registered=self._registered(name, colocated_factory.max_held(config), can_prefill=True, can_decode=True),
             memory=self._memory(),
             config=config,
             scheduling=SchedulingConfig(

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decode_worker import block_peers
+from alignedserve.worker_core import block_peers
 from tests.harnesses.clusters.cluster_shape import Shape
 from tests.harnesses.clusters.logic_cluster import LogicCluster
 from tests.property.test_every_request_ends_once import check_answers, check_nothing_is_held, make_requests, some_steps

@@ -117,7 +117,7 @@ def test_requests_that_move_all_the_time_end_once(seed: int) -> None:
 @settings(max_examples=4)
 @given(seed=st.integers(0, 10**9))
 def test_those_that_outgrow_what_was_foreseen_end_once(seed: int) -> None:
-    with patch("decode_worker.held_requests._FORESEEN_TOKENS", 0):
+    with patch("alignedserve.worker_core.held_requests._FORESEEN_TOKENS", 0):
         history(seed, is_restless=True)
 
 

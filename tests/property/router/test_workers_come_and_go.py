@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decode_worker.block_peers import LINK_IDLE_S
+from alignedserve.worker_core.block_peers import LINK_IDLE_S
 from tests.harnesses.clusters.cluster_shape import Shape
 from tests.harnesses.clusters.logic_cluster import LogicCluster
 from tests.property.test_every_request_ends_once import check_answers, check_nothing_is_held, make_requests, some_steps

@@ -41,20 +41,21 @@ Respond = Callable[[dict[str, Any]], Script]
 
 @dataclass(slots=True)
 class FakeServer:
-    """Async context manager; listens on a free port of 127.0.0.1."""
+    """Async context manager; listens on 127.0.0.1."""
 
     respond: Respond = lambda body: Script()
     metrics_page: Callable[[], str] = lambda: ""
     requests: list[dict[str, Any]] = field(default_factory=list)  # bodies, in order of arrival
     headers: list[dict[str, str]] = field(default_factory=list)  # of completions, names in lower case
     models: tuple[str, ...] = (MODEL,)
+    port: int = 0  # 0: a free one
     num_open: int = 0  # completions being answered now
     url: str = ""
     _server: asyncio.Server | None = None
 
     async def __aenter__(self) -> Self:
         """Listen."""
-        self._server = await asyncio.start_server(self._on_connection, "127.0.0.1", 0)
+        self._server = await asyncio.start_server(self._on_connection, "127.0.0.1", self.port)
         self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
         return self
 
@@ -87,9 +88,6 @@ class FakeServer:
                 return await self._complete(msgspec.json.decode(content), headers, writer)
             case _:
                 return await _plain(writer, 404, b'{"error":{"message":"no such route"}}')
-
-    def _models_page(self) -> bytes:
-        return msgspec.json.encode({"object": "list", "data": [{"id": name} for name in self.models]})
 
     async def _complete(self, body: dict[str, Any], headers: dict[str, str], writer: asyncio.StreamWriter) -> bool:
         self.requests.append(body)

@@ -380,8 +380,7 @@ _OF_OTHERS = re.compile(r"'--[^'\n]*'")  # options within an option, for another
 
 @each("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_options_that_pages_name_exist(page: Path) -> None:
-    text = page.read_text(encoding="utf-8").replace("\\\n", " ")
-    called = [_OF_OTHERS.sub("", line) for line in _CALLED.findall(text)]
+    called = _CALLED.findall(_OF_OTHERS.sub("", page.read_text(encoding="utf-8").replace("\\\n", " ")))
     assert [line for line in called if not set(_OPTION.findall(line)) <= set(_options(line.split()))] == []
 
 

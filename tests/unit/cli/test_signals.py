@@ -55,8 +55,7 @@ def test_on_another_thread_it_changes_nothing() -> None:
     assert entered == [True]
 
 
-def test_an_error_that_nobody_handles_does_not_ask_ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whose head may have ended: the process would never."""
+def test_an_error_that_nobody_handles_does_not_ask_a_head_that_may_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "excepthook", worker.custom_excepthook)
     with handlers_preserved():
         assert sys.excepthook is worker.normal_excepthook

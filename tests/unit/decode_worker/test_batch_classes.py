@@ -9,8 +9,8 @@ from alignedserve.core.ids import BatchId
 from alignedserve.core.request import RequestClass, Slo
 from alignedserve.messages.caches import BatchGranted
 from alignedserve.messages.fields import NO_BATCH
+from alignedserve.worker_core.candidate import Candidate
 from decode_worker.batching.batch_order import BatchOrder, HeldCapacity, SwitchLimits, WaitingBatch, waiting_batch
-from decode_worker.state import Candidate
 from tests.support.samples import handoff, request
 
 

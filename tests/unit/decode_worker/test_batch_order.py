@@ -5,9 +5,9 @@ from collections.abc import Collection
 from alignedserve.config.sections import BatchingConfig, DecodeWorkerConfig
 from alignedserve.core.ids import BatchId
 from alignedserve.messages.fields import NO_BATCH
+from alignedserve.worker_core.candidate import Candidate
 from decode_worker.batching.batch_order import BatchOrder, SwitchLimits, WaitingBatch
 from decode_worker.factory import batch_limits_of
-from decode_worker.state import Candidate
 from tests.support.marks import each
 from tests.support.samples import handoff, request
 

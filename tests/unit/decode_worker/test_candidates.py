@@ -22,7 +22,7 @@ from alignedserve.messages.handshake import Role
 from alignedserve.messages.iterations import Load, LoadBlocks, UnmapArena
 from alignedserve.messages.workers import RequestPreempted
 from alignedserve.worker_core.handoff import BufferSlot, BufferSpace
-from decode_worker.logic import DecodeCommand
+from alignedserve.worker_core.part import WorkerCommand
 from tests.harnesses.decode import (
     BUFFER_RUNS,
     EOS,
@@ -162,7 +162,7 @@ def test_granted_again_while_an_earlier_prefetch_of_it_is_under_way() -> None:
 # --- strays
 
 
-def stray(made: DecodeHarness) -> list[DecodeCommand]:
+def stray(made: DecodeHarness) -> list[WorkerCommand]:
     """r1, of another batch than the one that runs, has come too late to join it."""
     return made.grant(H1, batch=5, joins=4)
 
@@ -180,7 +180,7 @@ def test_who_comes_to_join_the_running_batch_is_a_candidate_of_it() -> None:
 # --- losses
 
 
-def lose_prefill(made: DecodeHarness) -> list[DecodeCommand]:
+def lose_prefill(made: DecodeHarness) -> list[WorkerCommand]:
     return made.do(PeerDisconnected(Role.PREFILL_WORKER, PREFILL))
 
 

@@ -42,10 +42,10 @@ from alignedserve.messages.workers import (
     RequestPreempted,
     RequestStayed,
 )
+from alignedserve.worker_core.block_peers import LINK_IDLE_S, UNREACHED_REST_S
+from alignedserve.worker_core.moves import lent_by
+from alignedserve.worker_core.part import WorkerCommand
 from alignedserve.worker_core.request_notes import Phases, WorkerNotes
-from decode_worker.block_peers import LINK_IDLE_S, UNREACHED_REST_S
-from decode_worker.colocated.logic import ColocatedCommand
-from decode_worker.colocated.moves import lent_by
 from tests.harnesses.colocated import EOS, FOUR, SEVEN, ColocatedHarness, run, runs, to_router
 from tests.harnesses.scheduling import Step
 from tests.support.marks import each
@@ -60,7 +60,7 @@ OFFLOAD = OffloadBlocks(R1, 1, blocks(0), OTHER, blocks(0), 1, LeaseId(1))
 WRITTEN = BlocksWritten(LeaseId(1), BlockCopy(1, 4, RUNS), 1, FOUR, (7,), 8.0, 0.5)
 
 
-def hear(made: ColocatedHarness, message: Message) -> list[ColocatedCommand]:
+def hear(made: ColocatedHarness, message: Message) -> list[WorkerCommand]:
     return made.do(Received(OTHER, message))
 
 
@@ -320,7 +320,7 @@ def test_limits_that_are_far_away_keep_nothing_from_coming() -> None:
 
 
 def test_who_outgrows_what_was_foreseen_waits_for_blocks_on_their_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("decode_worker.held_requests._FORESEEN_TOKENS", 0)
+    monkeypatch.setattr("alignedserve.worker_core.held_requests._FORESEEN_TOKENS", 0)
     made = linked()
     made.begin(request("r2", prompt_len=46, max_tokens=34))
     for num_tokens in (10, 10, 10, 10):

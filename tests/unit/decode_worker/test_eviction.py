@@ -20,7 +20,7 @@ from alignedserve.messages.gateways import AbortRequest
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.iterations import Addition, OffloadBlocks, UnmapArena
 from alignedserve.messages.workers import AttemptFailed, RequestPreempted
-from decode_worker.logic import DecodeCommand
+from alignedserve.worker_core.part import WorkerCommand
 from tests.harnesses.decode import EOS, DecodeHarness, loads, offloads, run, runs, to_router
 from tests.support.marks import each
 from tests.support.samples import POOL, PREFILL, R1, R2, blocks, handoff, request
@@ -268,7 +268,7 @@ def test_the_victim_is_of_the_outgoing_batch_even_if_others_are_longer() -> None
 # --- back to the pool
 
 
-def back(made: DecodeHarness, outcome: ReturnOutcome) -> list[DecodeCommand]:
+def back(made: DecodeHarness, outcome: ReturnOutcome) -> list[WorkerCommand]:
     return made.hear(RequestReturned(R1, 1, outcome), PREFILL)
 
 

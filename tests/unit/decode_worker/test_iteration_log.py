@@ -11,7 +11,7 @@ from alignedserve.core.request import SampledToken
 from alignedserve.messages.cluster_view import SPREAD_EDGES, IterationLogTotals
 from alignedserve.messages.iterations import Addition, IterationCompleted, IterationTimes, RunIteration
 from alignedserve.worker_core.iteration_log import IterationLog, IterationRecord, totals_of
-from decode_worker.service import write_iterations
+from alignedserve.worker_core.service import write_iterations
 from decode_worker.state import RunningRequest
 from tests.support.marks import each
 from tests.support.samples import R1, request

@@ -15,7 +15,7 @@ from alignedserve.messages.events import (
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.iterations import UnmapArena
 from alignedserve.messages.workers import PeerNeeded, PeersChanged, WorkerLoad
-from decode_worker.block_peers import BlockPeers
+from alignedserve.worker_core.block_peers import BlockPeers
 from tests.harnesses.decode import H1, DecodeHarness, loads
 from tests.support.samples import POOL, ROUTER
 

@@ -8,8 +8,9 @@ from alignedserve.messages.gateways import AbortRequest
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.iterations import BlocksLoaded, MapArena
 from alignedserve.messages.workers import JoinedBatch, RequestPreempted, WorkerLoad
+from alignedserve.worker_core.part import WorkerCommand
 from decode_worker.batching.batch_order import DecodeLimits
-from decode_worker.logic import DecodeCommand, DecodeLogic
+from decode_worker.logic import DecodeLogic
 from tests.harnesses.decode import (
     BATCH,
     EOS,
@@ -145,7 +146,7 @@ def test_the_load_is_told_after_every_grant_even_if_it_is_as_before() -> None:
 # --- handoffs that do not hold
 
 
-def refused() -> tuple[DecodeHarness, list[DecodeCommand]]:
+def refused() -> tuple[DecodeHarness, list[WorkerCommand]]:
     """r1 does not verify, r2 does."""
     made = DecodeHarness()
     (command,) = loads(made.grant(H1, H2))

@@ -7,7 +7,7 @@ from alignedserve.messages.gateways import AbortRequest, TokenDelta
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.iterations import LoadBlocks, UnmapArena
 from alignedserve.messages.workers import RequestPreempted
-from decode_worker.logic import DecodeCommand
+from alignedserve.worker_core.part import WorkerCommand
 from tests.harnesses.decode import (
     EOS,
     H1,
@@ -103,7 +103,7 @@ def test_aborted_while_it_runs_its_token_is_not_sent() -> None:
 # --- losses, in every stage
 
 
-def lose_pool(made: DecodeHarness) -> list[DecodeCommand]:
+def lose_pool(made: DecodeHarness) -> list[WorkerCommand]:
     return made.do(PeerDisconnected(Role.KV_POOL, POOL))
 
 

@@ -35,7 +35,7 @@ from alignedserve.messages.iterations import (
 )
 from alignedserve.messages.pools import DropRequest
 from alignedserve.messages.wire import Message
-from decode_worker.colocated.logic import ColocatedCommand
+from alignedserve.worker_core.part import WorkerCommand
 from tests.harnesses.colocated import FOUR, SEVEN, ColocatedHarness, run, runs
 from tests.harnesses.scheduling import Step
 from tests.support.samples import R1, blocks
@@ -59,7 +59,7 @@ class Worker(ColocatedHarness):
         self.sampled(r1=7)
         self.sampled(r2=7)
 
-    def hear_pool(self, message: Message) -> list[ColocatedCommand]:
+    def hear_pool(self, message: Message) -> list[WorkerCommand]:
         return self.do(Received(POOL, message))
 
     def leave(self) -> None:

@@ -1,5 +1,6 @@
 """Prefix blocks between a worker of twenty blocks of four tokens and the pool of its node."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -32,7 +33,7 @@ from alignedserve.messages.prefixes import (
 from alignedserve.messages.wire import Message
 from alignedserve.prefix_cache.block_hashes import BlockHasher, NamedBlock
 from alignedserve.prefix_cache.cached_blocks import CachedBlocks
-from decode_worker.colocated.pooled_prefixes import PrefixOffers
+from alignedserve.worker_core.pooled_prefixes import PrefixOffers
 from tests.harnesses.colocated import ColocatedHarness, runs
 from tests.harnesses.scheduling import Step
 from tests.support.prefixes import BLOCK_SIZE, ROOT
@@ -99,7 +100,7 @@ class Worker(ColocatedHarness):
     def held_back(self) -> list[str]:
         """Requests that wait for the pool."""
         assert self.logic._pooled is not None
-        return [str(request_id) for request_id in self.logic._pooled.loads.waiting()]
+        return [str(request_id) for request_id in self.logic._pooled.waiting()]
 
     def compute(self) -> list[Any]:
         """Compute the prompt, in two iterations, and sample a token."""
@@ -284,7 +285,7 @@ def test_a_private_request_is_not_asked_for(worker: Worker) -> None:
 # --- offers
 
 
-def offers(commands: list[Any]) -> list[StorePrefixBlocks]:
+def offers(commands: Sequence[Any]) -> list[StorePrefixBlocks]:
     return [one.message for one in commands if isinstance(one, Send) and isinstance(one.message, StorePrefixBlocks)]
 
 
@@ -328,7 +329,7 @@ def test_many_blocks_are_offered_sooner() -> None:
         for number in range(first, first + count):
             cached.store(None, number.to_bytes(16, "little"), b"tokens", BlockId(number))
 
-    def answered(commands: list[Any]) -> int:
+    def answered(commands: Sequence[Any]) -> int:
         made.reserved(PrefixBlocksReserved((ReservedPart(1),) * sum(len(one.parts) for one in offers(commands))), 0.0)
         return sum(len(one.parts) for one in offers(commands))
 

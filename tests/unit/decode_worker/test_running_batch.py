@@ -2,8 +2,9 @@
 
 from alignedserve.core.ids import BatchId
 from alignedserve.core.request import SampledToken
+from alignedserve.worker_core.candidate import Candidate
 from decode_worker.batching.running_batch import RunningBatch, span_of
-from decode_worker.state import Candidate, LoadingCandidate, RunningRequest
+from decode_worker.state import LoadingCandidate, RunningRequest
 from tests.support.samples import blocks, handoff, request
 
 

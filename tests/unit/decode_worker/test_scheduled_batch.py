@@ -19,9 +19,9 @@ from alignedserve.messages.workers import AttemptFailed, RequestPreempted
 from alignedserve.scheduling.policies import make_policy
 from alignedserve.scheduling.policy import CandidateChoice, DeviceMemory
 from alignedserve.scheduling.scheduler_state import MovedProgress, SchedulerState
+from alignedserve.worker_core.candidate import Candidate
 from decode_worker.batching.scheduled_batch import ObjectiveAdmission, ScheduledBatch
 from decode_worker.load import Pace
-from decode_worker.state import Candidate
 from tests.harnesses.decode import DecodeHarness, added, loads, runs, scheduled_batch, to_router
 from tests.harnesses.scheduling import EasyCosts, Script, Step
 from tests.support.samples import POOL, R1, R2, R3, blocks, handoff, request

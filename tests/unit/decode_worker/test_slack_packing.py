@@ -13,9 +13,9 @@ from alignedserve.core.request import RequestClass, Slo
 from alignedserve.costmodel.model import CostModel
 from alignedserve.costmodel.work import IterationWork
 from alignedserve.messages.workers import ANY_LENGTH, PACKED_FROM, JoinedBatch
+from alignedserve.worker_core.candidate import Candidate
 from decode_worker.batching.running_batch import RunningBatch
 from decode_worker.batching.slack_packing import PATIENCE_S, SlackPack
-from decode_worker.state import Candidate
 from tests.harnesses.decode import BATCH, H1, H2, H3, DecodeHarness
 from tests.harnesses.scheduling import EasyCosts
 from tests.support.samples import handoff, request
@@ -122,6 +122,6 @@ def test_room_is_for_contexts_that_keep_what_runs_within_its_share() -> None:
 
 def told(made: DecodeHarness) -> JoinedBatch | None:
     """Return the lengths that may join, as the router is told with the next load."""
-    load = made.logic._load.report(0, 0, is_due=True)
+    load = made.logic._counter.report(0, 0, is_due=True)
     assert load is not None
     return load.running

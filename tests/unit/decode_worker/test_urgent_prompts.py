@@ -15,8 +15,8 @@ from alignedserve.messages.workers import PrefillCompleted, PrefillRequest, Requ
 from alignedserve.process.logic_driver import request_id_of
 from alignedserve.scheduling.scheduler_state import SchedulerState
 from alignedserve.scheduling.yielding import YieldConfig, Yielding
+from alignedserve.worker_core.part import WorkerCommand
 from alignedserve.worker_core.request_notes import Phases, WorkerNotes
-from decode_worker.colocated.logic import ColocatedCommand
 from tests.harnesses.colocated import EOS, ColocatedHarness, added, run, runs
 from tests.harnesses.scheduling import Step
 from tests.support.samples import ROUTER, request
@@ -37,12 +37,12 @@ def urgent(command: RunIteration) -> RunIteration:
     return msgspec.structs.replace(command, is_urgent=True)
 
 
-def ended(made: ColocatedHarness, **tokens: int) -> list[ColocatedCommand]:
+def ended(made: ColocatedHarness, **tokens: int) -> list[WorkerCommand]:
     """End the urgent iteration with these tokens."""
     return made.completed(*(SampledToken(RequestId(name), token) for name, token in tokens.items()), is_urgent=True)
 
 
-def told(commands: list[ColocatedCommand], kind: type) -> list[str]:
+def told(commands: list[WorkerCommand], kind: type) -> list[str]:
     messages = [one.message for one in commands if isinstance(one, Send)]
     return [str(request_id_of(message)) for message in messages if isinstance(message, kind)]
 

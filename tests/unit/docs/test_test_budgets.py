@@ -16,7 +16,7 @@ MAX_LONG_SLEEPS = 12
 # seventeen.
 MAX_PROMISE_CLUSTERS = 8
 MAX_REST_CLUSTERS = 31
-MAX_INTERPRETERS = 28  # that default tests start: most import torch or ray
+MAX_INTERPRETERS = 29  # that default tests start: most import torch or ray
 
 _MARKS_OF_FILE = re.compile(r"^pytestmark = (\[\n[^\]]*|[^\n]*)", re.MULTILINE)
 _STARTS_CLUSTER = re.compile(r"(?<!def )\b(?:serving|kill_cluster|RayNodes|NamespaceHosts)\(")

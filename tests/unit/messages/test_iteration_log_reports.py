@@ -1,5 +1,7 @@
 """The way of an iteration log's sums: from the decode worker to the router, added up there, to every gateway."""
 
+from collections.abc import Sequence
+
 from alignedserve.core.request import SampledToken
 from alignedserve.costmodel.model import ShownSpeed
 from alignedserve.messages.caches import BatchGranted, Handoff
@@ -8,9 +10,10 @@ from alignedserve.messages.events import PeerConnected, Received, Send, Ticked
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.iterations import BlocksLoaded, IterationCompleted, IterationTimes
 from alignedserve.messages.workers import IterationLogReport
+from alignedserve.worker_core.part import WorkerCommand
 from alignedserve.worker_core.router_link import RouterLink
 from decode_worker.batching.batch_order import DecodeLimits
-from decode_worker.logic import DecodeCommand, DecodeLogic
+from decode_worker.logic import DecodeLogic
 from tests.harnesses import router
 from tests.harnesses.decode import BATCH, EOS, H1, loads, to_router
 from tests.support.costs import decodes, prefill
@@ -18,7 +21,7 @@ from tests.support.marks import each
 from tests.support.samples import DECODE, POOL, R1, ROUTER, TOTALS, handoff, request, worker
 
 
-def reports(commands: list[DecodeCommand]) -> list[IterationLogReport]:
+def reports(commands: Sequence[WorkerCommand]) -> list[IterationLogReport]:
     return [one.message for one in commands if isinstance(one, Send) and isinstance(one.message, IterationLogReport)]
 
 

@@ -10,16 +10,17 @@ from alignedserve.messages.iterations import OffloadBlocks
 from alignedserve.messages.workers import PrefillRequest, SetPredictedLength
 from alignedserve.scheduling.factory import limits_of, make_scheduler
 from alignedserve.scheduling.policy import DeviceMemory
-from decode_worker.colocated.logic import ColocatedLogic
-from decode_worker.state import Candidate, RunningRequest, set_predicted_length
-from prefill_worker.logic import PrefillCommand
+from alignedserve.worker_core.candidate import Candidate
+from alignedserve.worker_core.logic import ColocatedLogic
+from alignedserve.worker_core.part import WorkerCommand
+from decode_worker.state import RunningRequest, set_predicted_length
 from tests.harnesses import decode as decode_harness
 from tests.harnesses import pool as pool_harness
 from tests.harnesses import prefill as prefill_harness
 from tests.support.samples import POOL, PREFILL, R1, R2, ROUTER, blocks, handoff, request, worker
 
 
-def written(commands: list[PrefillCommand]) -> BlocksWritten:
+def written(commands: list[WorkerCommand]) -> BlocksWritten:
     (message,) = [one.message for one in commands if isinstance(one, Send) and isinstance(one.message, BlocksWritten)]
     return message
 

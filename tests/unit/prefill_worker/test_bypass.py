@@ -5,7 +5,7 @@ from alignedserve.messages.caches import BlocksReserved, BlocksTaken, Reservatio
 from alignedserve.messages.events import PeerDisconnected, Send
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.iterations import CloseBuffer
-from prefill_worker.logic import PrefillCommand
+from alignedserve.worker_core.part import WorkerCommand
 from tests.harnesses.prefill import PrefillHarness, offload, reserved, to_pool, token, written
 from tests.support.samples import DECODE, POOL, R1, blocks, request
 
@@ -50,11 +50,11 @@ def taken() -> PrefillHarness:
     return made
 
 
-def lose_decode(made: PrefillHarness) -> list[PrefillCommand]:
+def lose_decode(made: PrefillHarness) -> list[WorkerCommand]:
     return made.do(PeerDisconnected(Role.DECODE_WORKER, DECODE))
 
 
-def lose_pool(made: PrefillHarness) -> list[PrefillCommand]:
+def lose_pool(made: PrefillHarness) -> list[WorkerCommand]:
     return made.do(PeerDisconnected(Role.KV_POOL, POOL))
 
 

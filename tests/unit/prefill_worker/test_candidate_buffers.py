@@ -22,7 +22,7 @@ from alignedserve.messages.events import PeerConnected, PeerDisconnected, Send
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.iterations import BlocksRelayed, BufferOpened, CloseBuffer, MapArena, OpenBuffer, RelayBlocks
 from alignedserve.messages.wire import Message
-from prefill_worker.logic import PrefillCommand
+from alignedserve.worker_core.part import WorkerCommand
 from tests.harnesses.prefill import ARENA, BUFFER, RUNS, PrefillHarness, to_pool
 from tests.support.marks import each
 from tests.support.samples import DECODE, POOL, R1, R2, blocks, request
@@ -96,11 +96,11 @@ def offered() -> PrefillHarness:
     return made
 
 
-def lose_decode(made: PrefillHarness, peer: str = DECODE) -> list[PrefillCommand]:
+def lose_decode(made: PrefillHarness, peer: str = DECODE) -> list[WorkerCommand]:
     return made.do(PeerDisconnected(Role.DECODE_WORKER, peer))
 
 
-def lose_pool(made: PrefillHarness) -> list[PrefillCommand]:
+def lose_pool(made: PrefillHarness) -> list[WorkerCommand]:
     return made.do(PeerDisconnected(Role.KV_POOL, POOL))
 
 

@@ -10,9 +10,10 @@ from alignedserve.messages.workers import PrefillRequest, SetPredictedLength
 from alignedserve.scheduling.iteration_scheduler import PolicyIterationScheduler
 from alignedserve.scheduling.policy import IterationLimits
 from alignedserve.scheduling.scheduler import Scheduler
+from alignedserve.worker_core.part import WorkerCommand
+from alignedserve.worker_core.request import CacheStage
 from prefill_worker.candidate_buffers import PlaceOrder
-from prefill_worker.logic import PrefillCommand
-from prefill_worker.state import JobStage, PrefillJob
+from prefill_worker.state import PrefillJob
 from tests.harnesses.prefill import EOS, PrefillHarness, added, run, token
 from tests.harnesses.scheduling import EasyCosts, Script, Step
 from tests.support.samples import R1, R2, request
@@ -37,7 +38,7 @@ class Paced:
         return [(name, int(table.num_remaining[table.row(name)])) for name in table.request_ids]
 
 
-def runs(commands: list[PrefillCommand]) -> list[RunIteration]:
+def runs(commands: list[WorkerCommand]) -> list[RunIteration]:
     return [one for one in commands if isinstance(one, RunIteration)]
 
 
@@ -128,7 +129,7 @@ def test_where_the_policy_knows_no_classes_all_go_as_they_came() -> None:
 
 def test_those_that_have_a_place_do_not_wait_for_one() -> None:
     placed = _job("placed")
-    placed.stage = JobStage.COMPUTING
+    placed.stage = CacheStage.HERE
     assert _names(PlaceOrder(knows_classes=True), [placed, *_JOBS[:1]], 5.0) == ["document"]
 
 
@@ -163,11 +164,11 @@ def test_documents_that_are_not_computed_yet_keep_others_from_coming_by_the_floo
     order = PlaceOrder(knows_classes=True, floor=0.5)
     placed = [_job(f"placed{number}", request_class=RequestClass.BEST_EFFORT) for number in range(2)]
     for job in placed:
-        job.stage = JobStage.COMPUTING
+        job.stage = CacheStage.HERE
     document, chat = _job("document", request_class=RequestClass.BEST_EFFORT), _job("chat", arrival_s=4.9)
     order.of([*placed, document, chat], 5.0)
     order.note(chat, 5.0)
     assert _names(order, [*placed, document, chat], 5.0) == ["chat", "document"]
-    placed[0].stage = JobStage.DEPARTING
+    placed[0].stage = CacheStage.LEAVING
     assert _names(order, [*placed, document, chat], 5.0) == ["document", "chat"]
     assert order.by_floor is document

@@ -10,7 +10,7 @@ from alignedserve.messages.gateways import AbortRequest
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.iterations import MapArena
 from alignedserve.messages.workers import RequestPreempted
-from prefill_worker.logic import PrefillCommand
+from alignedserve.worker_core.part import WorkerCommand
 from tests.harnesses.prefill import (
     ABORT,
     ARENA,
@@ -103,7 +103,7 @@ def test_aborted_while_it_is_offered() -> None:
 # --- losses, in every stage
 
 
-def lose_pool(made: PrefillHarness) -> list[PrefillCommand]:
+def lose_pool(made: PrefillHarness) -> list[WorkerCommand]:
     return made.do(PeerDisconnected(Role.KV_POOL, POOL))
 
 

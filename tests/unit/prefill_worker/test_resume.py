@@ -15,7 +15,7 @@ from alignedserve.messages.gateways import AbortRequest
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.iterations import Load, LoadBlocks, MapArena, OffloadBlocks
 from alignedserve.messages.workers import PrefillCompleted
-from prefill_worker.logic import PrefillCommand
+from alignedserve.worker_core.part import WorkerCommand
 from tests.harnesses.prefill import ARENA, EOS, PrefillHarness, added, run, to_pool, to_router, token
 from tests.support.marks import each
 from tests.support.samples import POOL, R1, blocks, handoff, request
@@ -31,7 +31,7 @@ def asking() -> PrefillHarness:
     return made
 
 
-def grant(made: PrefillHarness, generated: tuple[int, ...] = (7, 8), of: Request | None = None) -> list[PrefillCommand]:
+def grant(made: PrefillHarness, generated: tuple[int, ...] = (7, 8), of: Request | None = None) -> list[WorkerCommand]:
     """Grant a copy of an earlier attempt that had come so far; the last token is not in the cache."""
     copy = handoff(of or request(), 30, attempt=1, generated=generated)
     return made.hear(CopyGranted(copy, 2), POOL)
@@ -42,7 +42,7 @@ def loading(generated: tuple[int, ...] = (7, 8)) -> LoadBlocks:
     return LoadBlocks(POOL, (Load(R1, copy, blocks(0, 1)),))
 
 
-def begun(num_cached: int) -> list[PrefillCommand]:
+def begun(num_cached: int) -> list[WorkerCommand]:
     return [run(added(request(), 0, 1, generated=HAS, num_cached=num_cached), slices={"r1": 7 - num_cached})]
 
 
@@ -125,7 +125,7 @@ def test_given_again_while_it_is_asked_for_the_later_attempt_asks_anew() -> None
 # --- aborts and losses
 
 
-def lose_pool(made: PrefillHarness) -> list[PrefillCommand]:
+def lose_pool(made: PrefillHarness) -> list[WorkerCommand]:
     return made.do(PeerDisconnected(Role.KV_POOL, POOL))
 
 

@@ -10,7 +10,7 @@ from alignedserve.scheduling.iteration_scheduler import PolicyIterationScheduler
 from alignedserve.scheduling.policy import IterationLimits
 from alignedserve.scheduling.scheduler import Scheduler
 from alignedserve.scheduling.yielding import YieldConfig, Yielding
-from prefill_worker.logic import PrefillCommand
+from alignedserve.worker_core.part import WorkerCommand
 from tests.harnesses.prefill import PrefillHarness, added, run, token
 from tests.harnesses.scheduling import EasyCosts, Script, Step
 from tests.support.samples import request
@@ -32,15 +32,15 @@ class Case:
     def begin_chat(self) -> list[RunIteration]:
         return runs(self.worker.begin(CHAT))
 
-    def chat_ended(self) -> list[PrefillCommand]:
+    def chat_ended(self) -> list[WorkerCommand]:
         return self.worker.do(IterationCompleted((token(7, "chat"),), is_urgent=True))
 
 
-def runs(commands: list[PrefillCommand]) -> list[RunIteration]:
+def runs(commands: list[WorkerCommand]) -> list[RunIteration]:
     return [one for one in commands if isinstance(one, RunIteration)]
 
 
-def reserving(commands: list[PrefillCommand]) -> list[str]:
+def reserving(commands: list[WorkerCommand]) -> list[str]:
     messages = [one.message for one in commands if isinstance(one, Send)]
     return [message.request_id for message in messages if isinstance(message, ReserveBlocks)]
 

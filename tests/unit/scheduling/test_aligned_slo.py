@@ -169,9 +169,7 @@ def test_documents_leave_chats_ahead_by_two_usual_prompts(first_token_s: float, 
 
 
 @each(("wait_s", "num_documents"), [(0.05, 26), (0.95, 0)])
-def test_documents_leave_nothing_where_first_tokens_came_long_before_they_were_due(
-    wait_s: float, num_documents: int
-) -> None:
+def test_documents_leave_nothing_where_first_tokens_came_early(wait_s: float, num_documents: int) -> None:
     policy = make_policy("aligned_slo")
     policy.plan(view_of({f"{number}": chat(390, 5.0) for number in range(200)}, max_tokens=99))
     begun = ANSWER | {"arrival_s": 0.95 - wait_s, "first_token_s": 0.95}

@@ -29,9 +29,9 @@ from alignedserve.scheduling.policy import (
     WorkerView,
 )
 from alignedserve.scheduling.scheduler import Scheduler
+from alignedserve.worker_core.candidate import Candidate
 from decode_worker.batching.batch_order import BatchOrder, WaitingBatch
 from decode_worker.factory import batch_limits_of
-from decode_worker.state import Candidate
 from tests.harnesses.scheduling import EasyCosts, Script, Step, decision_of, scheduled_of, seconds_of, view_of
 from tests.support.marks import each
 from tests.support.samples import handoff, request

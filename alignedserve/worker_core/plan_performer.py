@@ -9,7 +9,7 @@ from alignedserve.prefix_cache.contexts import Passed
 from alignedserve.scheduling.iteration_scheduler import Slices
 from alignedserve.scheduling.policy import EvictionMode, IterationPlan, PlannedEviction, PlannedShare, ScheduledRequest
 from alignedserve.scheduling.shared_blocks import AllocationResult
-from decode_worker.held_requests import HeldRequest, HeldRequests
+from alignedserve.worker_core.held_requests import HeldRequest, HeldRequests
 
 
 class _Entered(NamedTuple):

@@ -6,16 +6,19 @@ peer there when the router is about to need it, and hangs up after `LINK_IDLE_S`
 
 from collections.abc import Callable, Collection
 
-from alignedserve.messages.events import Dial, HangUp, StopDialling
+from typing_extensions import override
+
+from alignedserve.messages.events import Dial, HangUp, Received, StopDialling
 from alignedserve.messages.handshake import Role
 from alignedserve.messages.iterations import BlocksLoaded
-from alignedserve.messages.workers import BlocksFetched, PeersChanged
+from alignedserve.messages.workers import BlocksFetched, PeerNeeded, PeersChanged
+from alignedserve.worker_core.part import Commands, WorkerEvent, WorkerPart
 
 LINK_IDLE_S = 60.0
 UNREACHED_REST_S = 30.0  # after a copy that read nothing: each such try may take a transfer's whole patience
 
 
-class BlockPeers:
+class BlockPeers(WorkerPart):
     """Names that are dialled, in the order in which they were announced or needed, and pools among all peers."""
 
     def __init__(self, pool_name: str) -> None:
@@ -23,6 +26,19 @@ class BlockPeers:
         self._used_s: dict[str, float] = {}  # when those of other nodes were last needed or used
         self._own_pool = pool_name
         self._pools: dict[str, None] = {pool_name: None}
+
+    @override
+    def takes(self, event: WorkerEvent) -> bool:
+        return isinstance(event, Received) and isinstance(event.message, PeersChanged | PeerNeeded)
+
+    @override
+    def on_event(self, event: WorkerEvent, now: float) -> Commands:
+        match event:
+            case Received(_, PeersChanged() as changed):
+                return self.changed(changed)
+            case Received(_, PeerNeeded(peer)):
+                return self.needed(peer, now)
+        raise AssertionError("an event of others")
 
     def connected(self, role: Role, peer: str) -> bool:
         if role is Role.KV_POOL:

@@ -1,36 +1,35 @@
 """Requests of a worker where a policy decides: their rows in its table and their blocks, always changed together."""
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+
+from typing_extensions import override
 
 from alignedserve.core.ids import BatchId, BlockId, RequestId
 from alignedserve.core.request import Request
 from alignedserve.messages.fields import NO_BATCH
-from alignedserve.messages.iterations import BlockCopied, BlockReplacement
+from alignedserve.messages.iterations import BlockCopied
 from alignedserve.messages.workers import PrefillRequest
-from alignedserve.prefix_cache.cached_blocks import CachedBlock, CachingAllocator
-from alignedserve.prefix_cache.contexts import CachedContext, PrefixCache, StatesOnWay
+from alignedserve.prefix_cache.cached_blocks import CachedBlock
+from alignedserve.prefix_cache.contexts import PrefixCache
 from alignedserve.scheduling.policy import DeviceMemory, ScheduledRequest
 from alignedserve.scheduling.scheduler_state import MovedProgress, SchedulerState
 from alignedserve.scheduling.shared_blocks import num_shared
-from alignedserve.worker_core.request import WorkerRequest
-from decode_worker.state import Candidate
+from alignedserve.worker_core.candidate import Candidate
+from alignedserve.worker_core.request import CacheStage, WorkerRequest
+from alignedserve.worker_core.worker_blocks import BlockHolder, WorkerBlocks
 
 _FORESEEN_TOKENS = 256  # of a request, while another moves
 
 
 @dataclass(slots=True, eq=False)
-class HeldRequest(WorkerRequest):
+class HeldRequest(BlockHolder):
     """One request of a worker with a policy; its progress is in the table."""
 
-    block_ids: list[BlockId] = field(default_factory=list)  # those of its states first, if it has some
     is_in_engine: bool = False
     is_on_host: bool = False  # the engine keeps a host copy of it
     is_finished: bool = False  # it has had its last token, or has failed
-    is_leaving: bool = False  # it is to be handed over, or is on its way
-    is_away: bool = False  # its cache is in the pool of the node, or on its way back
     batch_id: BatchId = NO_BATCH  # that it came in, on a decode worker
-    context: CachedContext | None = None  # None: it shares nothing
 
     @property
     def can_outlast_router(self) -> bool:
@@ -38,31 +37,28 @@ class HeldRequest(WorkerRequest):
         return self.is_prefilled and self.successor is None and not (self.is_aborted or self.is_finished)
 
     @property
+    def is_away(self) -> bool:
+        return self.stage in (CacheStage.AWAY, CacheStage.ASKING, CacheStage.LOADING)
+
+    @property
     def num_shareable(self) -> int:
         return 0 if self.context is None else len(self.context.held)
 
 
-class HeldRequests:
+class HeldRequests(WorkerBlocks[HeldRequest]):
     """Requests by id, in order of arrival, and what the engine has yet to hear of requests that have left."""
 
     def __init__(self, memory: DeviceMemory, prefixes: PrefixCache | None = None) -> None:
+        super().__init__(memory.num_blocks, memory.block_size, prefixes, memory.state_blocks)
         self.state = SchedulerState(memory)
-        self.allocator = CachingAllocator(memory.num_blocks, None if prefixes is None else prefixes.blocks)
-        self._prefixes = prefixes
         self._shareable: dict[RequestId, list[CachedBlock]] = {}  # of the rows, blocks that may have other users
         if prefixes is not None:
             self.state.held_blocks = self._shareable
         self._has_exact_swaps = memory.swap_width >= 1.0
-        self._replacements: list[BlockReplacement] = []  # for the engine, with the next iteration
-        # For requests that enter: where their first own block begins like this one, or their states are these.
-        self._to_copy: list[tuple[HeldRequest, CachedBlock]] = []
-        self._states_to_copy: list[tuple[HeldRequest, tuple[BlockId, ...]]] = []
-        self.states = StatesOnWay(self.allocator, prefixes)
-        self._state_blocks = memory.state_blocks
+        self._to_copy: list[tuple[HeldRequest, CachedBlock]] = []  # with which their first own blocks begin
         self.num_away = 0  # blocks of requests that are leaving or coming, in no row
         self.num_copying: Callable[[], int] = lambda: 0  # of these, blocks of copies to and from the pool
         self.is_copying_out = False  # the engine copies from blocks that may be free already: none may be loaded
-        self.block_size = memory.block_size
         self._has_shared_blocks = memory.has_shared_blocks
         self._requests: dict[RequestId, HeldRequest] = {}
         self._removals: list[RequestId] = []  # for the engine, with the next iteration
@@ -87,7 +83,7 @@ class HeldRequests:
     def of_row(self, row: int) -> HeldRequest:
         return self._requests[self.state.table.request_ids[row]]
 
-    def num_cached(self, tracked: HeldRequest) -> int:
+    def num_cached(self, tracked: WorkerRequest) -> int:
         table = self.state.table
         return int(table.num_cached[table.row(tracked.request.request_id)])
 
@@ -122,9 +118,7 @@ class HeldRequests:
         if tracked.is_in_engine:
             request_id = tracked.request.request_id
             self._removals.append(request_id)
-            self._replacements = [
-                replacement for replacement in self._replacements if replacement.request_id != request_id
-            ]
+            self._forget_replacements(request_id)
             tracked.is_in_engine = False
 
     def forget_host_copy(self, tracked: HeldRequest) -> None:
@@ -134,9 +128,6 @@ class HeldRequests:
 
     def num_of_states(self, tracked: HeldRequest) -> int:
         return self._state_blocks if len(tracked.block_ids) > tracked.num_shareable else 0
-
-    def blocks_for(self, num_tokens: int) -> int:
-        return self._state_blocks + -(-num_tokens // self.block_size)
 
     def foresee_hits(self) -> None:
         """Tell the table what requests without blocks would find cached now; to be called before every plan."""
@@ -162,20 +153,13 @@ class HeldRequests:
         if not tracked.is_prefilled:
             tracked.num_hit_tokens = run.num_tokens
 
+    @override
     def begin_copies(self) -> tuple[BlockCopied, ...]:
-        """Return the copies that requests begin blocks of their own with, once these are allocated.
-
-        Their sources may leave the cache meanwhile: only the iteration itself writes there, after the copies
-        (`is_copying_out`).
-        """
         copies = [
             BlockCopied(source.block_id, tracked.block_ids[tracked.num_shareable]) for tracked, source in self._to_copy
         ]
-        for tracked, state_ids in self._states_to_copy:
-            copies += map(BlockCopied, state_ids, tracked.block_ids)
         self._to_copy.clear()
-        self._states_to_copy.clear()
-        return tuple(copies)
+        return (*copies, *super().begin_copies())
 
     def store_filled(self, failed: Container[RequestId]) -> None:
         if not self._shareable:
@@ -185,7 +169,7 @@ class HeldRequests:
             request_id = tracked.request.request_id
             if request_id not in failed:
                 num_settled = tracked.settled_len(int(self.state.table.num_cached[row]))
-                self._store(tracked, num_settled // self.block_size)
+                self._store(tracked, num_settled // self.block_size, is_in_engine=tracked.is_in_engine)
             self.states.settle(request_id, tracked.context, is_whole=request_id not in failed)
         self.state.settle(self.allocator.num_free)
 
@@ -196,13 +180,6 @@ class HeldRequests:
         if not is_swapped:
             self._wait(tracked)
 
-    def _context_of(self, tracked: HeldRequest) -> CachedContext | None:
-        request = tracked.request
-        if self._prefixes is None or not request.prefix_root or request.sampling.num_prompt_logprobs is not None:
-            return None
-        token_ids = tracked.tokens_between(0, tracked.context_len)
-        return self._prefixes.add(request.request_id, request.prefix_root, token_ids)
-
     def _wait(self, tracked: HeldRequest) -> None:
         """Foresee what a request without blocks will find cached; a token is left to compute, or two, unlike a
         decode."""
@@ -210,16 +187,6 @@ class HeldRequests:
             num_left = 2 if tracked.generated_token_ids else 1
             self._shareable.pop(tracked.request.request_id, None)
             self._prefixes.wait(tracked.context, tracked.context_len - num_left)
-
-    def _store(self, tracked: HeldRequest, num_full: int) -> None:
-        context, prefixes = tracked.context, self._prefixes
-        if context is None or prefixes is None:
-            return
-        for adopted in prefixes.store(context, num_full, tracked.block_ids, tracked.tokens_between, self._state_blocks):
-            self.allocator.free((adopted.freed,))
-            if tracked.is_in_engine:
-                request_id = tracked.request.request_id
-                self._replacements.append(BlockReplacement(request_id, adopted.place, adopted.block_id))
 
     def _leave_blocks(self, tracked: HeldRequest, num_kept: int, *, shares_last: bool = False) -> None:
         first = self.num_of_states(tracked)
@@ -295,13 +262,14 @@ class HeldRequests:
     # --- requests whose cache is in the pool
 
     def send_away(self, tracked: HeldRequest, progress: MovedProgress, now: float) -> None:
-        tracked.is_away = True
+        tracked.go(CacheStage.AWAY)
         self._requests[tracked.request.request_id] = tracked
         self.state.add_elsewhere(tracked.request, now, replace(progress, num_blocks=0))
 
     def bring_back(self, tracked: HeldRequest, block_ids: Sequence[BlockId]) -> None:
         request_id = tracked.request.request_id
-        tracked.is_away, tracked.block_ids = False, list(block_ids)
+        tracked.go(CacheStage.HERE)
+        tracked.block_ids = list(block_ids)
         self.num_away -= len(block_ids)
         self.state.bring_back(request_id, len(block_ids))
         if not block_ids:
@@ -340,12 +308,6 @@ class HeldRequests:
     def take_removals(self) -> tuple[RequestId, ...]:
         removals, self._removals = tuple(self._removals), []
         return removals
-
-    def take_replacements(self) -> tuple[BlockReplacement, ...]:
-        if not self._replacements:
-            return ()
-        replacements, self._replacements = tuple(self._replacements), []
-        return replacements
 
     def take_forgotten(self) -> tuple[RequestId, ...]:
         forgotten, self._forgotten = tuple(self._forgotten), []

@@ -26,30 +26,20 @@ from alignedserve.messages.caches import (
     LeasesReleased,
     ReservationRefused,
 )
-from alignedserve.messages.events import CommonEvent, PeerDisconnected, Received, Send
+from alignedserve.messages.events import PeerDisconnected, Received, Send
 from alignedserve.messages.handshake import Role
-from alignedserve.messages.iterations import (
-    BlocksLoaded,
-    BlocksOffloaded,
-    BufferOpened,
-    IterationCompleted,
-    Load,
-    LoadBlocks,
-    MapArena,
-    UnmapArena,
-)
+from alignedserve.messages.iterations import BlocksLoaded, BlocksOffloaded, Load, LoadBlocks, MapArena, UnmapArena
 from alignedserve.messages.pools import DropRequest
 from alignedserve.scheduling.policy import PoolView
 from alignedserve.worker_core.handoff import HandoffEnd, HandoffStage
-from decode_worker.colocated.moves import DepartingRequest, HandoffCommand, Handoffs
-from decode_worker.held_requests import HeldRequest, HeldRequests
+from alignedserve.worker_core.held_requests import HeldRequest, HeldRequests
+from alignedserve.worker_core.moves import DepartingRequest, Handoffs
+from alignedserve.worker_core.part import Commands, WorkerCommand, WorkerEvent
+from alignedserve.worker_core.request import CacheStage
 
 _FIRST_BYTES_PER_S = 2e9  # of a link that nothing is known of
 _LEARNED_WEIGHT = 1 / 8  # of the latest copy in the mean
 _REFUSED_REST_S = 1.0  # where the pool has no room
-
-PooledEvent = CommonEvent | IterationCompleted | BufferOpened | BlocksOffloaded | BlocksLoaded
-PooledCommand = HandoffCommand | LoadBlocks | MapArena | UnmapArena
 
 
 @dataclass(slots=True, eq=False)
@@ -116,25 +106,27 @@ class PooledDecodes(Handoffs):
         aborted = sum(len(entry.block_ids) for entry in self._loading.values() if entry.is_aborted)
         return leaving + aborted + sum(len(entry.block_ids) for entry in self._away.values())
 
-    def exchange(self, chosen: Iterable[HeldRequest]) -> list[PooledCommand]:
+    def exchange(self, chosen: Iterable[HeldRequest]) -> Commands:
         return [
             command for tracked in chosen for command in (self._fetch if tracked.is_away else self._depart)(tracked)
         ]
 
-    def _depart(self, tracked: HeldRequest) -> list[PooledCommand]:
+    def _depart(self, tracked: HeldRequest) -> Commands:
         if not self.can_ask(tracked):
-            return []
-        return [*self.ask(tracked, self._pool, is_best_effort=not tracked.is_real_time)]
+            return ()
+        return self.ask(tracked, self._pool, is_best_effort=not tracked.is_real_time)
 
-    def _fetch(self, tracked: HeldRequest) -> list[PooledCommand]:
+    def _fetch(self, tracked: HeldRequest) -> Commands:
         entry = self._away[tracked.request.request_id]
         num_blocks = self._held.blocks_for(entry.num_cached)
         if num_blocks > self._held.state.num_free or self._held.is_copying_out:
             return []
+        tracked.go(CacheStage.ASKING)
         entry.block_ids = self._held.hold(num_blocks)
         return [Send(self._pool, FetchCopy(tracked.request.request_id, tracked.attempt))]
 
-    def takes(self, event: PooledEvent) -> bool:
+    @override
+    def takes(self, event: WorkerEvent) -> bool:
         match event:
             case PeerDisconnected(Role.KV_POOL, peer) | Received(peer, ArenaOffered()):
                 return peer == self._pool
@@ -148,7 +140,8 @@ class PooledDecodes(Handoffs):
                 return event.command.target == self._pool and bool(event.command.request_id)
         return False
 
-    def on_event(self, event: PooledEvent, now: float) -> list[PooledCommand]:
+    @override
+    def on_event(self, event: WorkerEvent, now: float) -> Commands:
         match event:
             case Received(_, ArenaOffered(block_bytes=block_bytes) as offered):
                 self._is_linked = True
@@ -160,30 +153,30 @@ class PooledDecodes(Handoffs):
             case Received(peer, BlocksReserved() | ReservationRefused() | BlocksTaken() as answer):
                 if isinstance(answer, ReservationRefused):
                     self.rest(now)
-                return [*self.sender.answered(peer, answer, now)]
+                return self.sender.answered(peer, answer, now)
             case Received(_, CopyGranted() as granted):
                 return self._granted(granted, now)
             case Received(_, CopyMissing(request_id, attempt)):
                 entry = self._asked(request_id, attempt)
-                return self._lose(entry) if entry is not None else []
+                return self._lose(entry) if entry is not None else ()
             case BlocksOffloaded():
                 if (leaving := self.sender.get(event.command.request_id)) is not None:
                     self._learn(event.command.block_ids, leaving.began_s, now)
-                return [*self.sender.copied(event, now)]
+                return self.sender.copied(event, now)
             case BlocksLoaded():
                 return [command for load in event.loads for command in self._loaded(load, event, now)]
         raise AssertionError("an event of others")
 
-    def _disconnected(self, now: float) -> list[PooledCommand]:
+    def _disconnected(self, now: float) -> Commands:
         self._is_linked = False
-        commands: list[PooledCommand] = [*self.sender.lost(self._pool, now)]
+        commands: list[WorkerCommand] = [*self.sender.lost(self._pool, now)]
         for entry in [entry for entry in self._away.values() if entry.lease_id is None]:
             self._lose(entry)
         return commands
 
     @override
-    def abort(self, request_id: RequestId, attempt: int | None) -> list[HandoffCommand]:
-        commands, entry = super().abort(request_id, attempt), self._away.get(request_id)
+    def abort(self, request_id: RequestId, attempt: int | None) -> Commands:
+        commands, entry = [*super().abort(request_id, attempt)], self._away.get(request_id)
         if entry is not None and entry.tracked.is_up_to(attempt):
             del self._away[request_id]
             entry.is_aborted = True
@@ -200,7 +193,7 @@ class PooledDecodes(Handoffs):
         return is_decoding and self._held.is_portable(tracked.request.request_id)
 
     @override
-    def _ended(self, entry: DepartingRequest, how: HandoffEnd, now: float) -> Sequence[HandoffCommand]:
+    def _ended(self, entry: DepartingRequest, how: HandoffEnd, now: float) -> Commands:
         if how is HandoffEnd.UNKNOWN:  # what the pool had is gone with it
             how = HandoffEnd.FAILED
         super()._ended(entry, how, now)
@@ -212,19 +205,20 @@ class PooledDecodes(Handoffs):
         return ()
 
     @override
-    def _aborted(self, entry: DepartingRequest) -> Sequence[HandoffCommand]:
+    def _aborted(self, entry: DepartingRequest) -> Commands:
         super()._aborted(entry)
         return self._drop(entry.tracked) if entry.stage is HandoffStage.OFFERED else ()
 
     # --- the way back
 
-    def _granted(self, granted: CopyGranted, now: float) -> list[PooledCommand]:
+    def _granted(self, granted: CopyGranted, now: float) -> Commands:
         handoff = granted.handoff
         entry, copy = self._asked(handoff.request.request_id, granted.attempt), handoff.copy
         if entry is None:
             return self._release(handoff.lease_id)
         if (copy.context_len, copy.num_blocks, copy.num_before) != (entry.num_cached, len(entry.block_ids), 0):
             return [*self._release(handoff.lease_id), *self._lose(entry)]
+        entry.tracked.go(CacheStage.LOADING)
         entry.lease_id, entry.began_s = handoff.lease_id, now
         self._loading[entry.block_ids] = entry
         return [LoadBlocks(self._pool, (Load(handoff.request.request_id, copy, entry.block_ids),))]
@@ -234,7 +228,7 @@ class PooledDecodes(Handoffs):
         is_asked = entry is not None and entry.tracked.attempt == attempt and bool(entry.block_ids)
         return entry if is_asked and entry is not None and entry.lease_id is None else None
 
-    def _loaded(self, load: Load, event: BlocksLoaded, now: float) -> list[PooledCommand]:
+    def _loaded(self, load: Load, event: BlocksLoaded, now: float) -> Commands:
         entry = self._loading.pop(load.block_ids)
         assert entry.lease_id is not None, "loaded without a lease"
         self._learn(load.block_ids, now - event.duration_s if event.duration_s else entry.began_s, now)
@@ -248,13 +242,13 @@ class PooledDecodes(Handoffs):
             self._held.bring_back(entry.tracked, entry.block_ids)
         return released
 
-    def _lose(self, entry: _Away) -> list[PooledCommand]:
+    def _lose(self, entry: _Away) -> Commands:
         del self._away[entry.tracked.request.request_id]
         self._held.free_held(entry.block_ids)
         self._held.bring_back(entry.tracked, ())
-        return []
+        return ()
 
-    def _release(self, lease_id: LeaseId) -> list[PooledCommand]:
+    def _release(self, lease_id: LeaseId) -> Commands:
         return [Send(self._pool, LeasesReleased((lease_id,)))] if self._is_linked else []
 
     def _drop(self, tracked: HeldRequest) -> list[Send]:

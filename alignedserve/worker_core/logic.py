@@ -17,36 +17,27 @@ keeps decodes, the policy may let one wait there: pooled_decodes.py.
 from collections.abc import Collection
 
 import msgspec
+from typing_extensions import override
 
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import Request
-from alignedserve.messages.events import CommonEvent, HangUp, PeerConnected, Received, Send, SendTo, Ticked
-from alignedserve.messages.gateways import AbortRequest
-from alignedserve.messages.handshake import Role
-from alignedserve.messages.iterations import (
-    BlocksLoaded,
-    BlocksOffloaded,
-    BufferOpened,
-    IterationCompleted,
-    MapArena,
-    RunIteration,
-    UnmapArena,
-)
+from alignedserve.messages.iterations import IterationCompleted, MapArena, RunIteration, UnmapArena
 from alignedserve.messages.request_notes import Cause
 from alignedserve.messages.workers import DecodeDelay, PrefillRequest, SetPredictedLength, WorkerLoad, WorkerRegistered
 from alignedserve.prefix_cache.contexts import PrefixCache
 from alignedserve.scheduling.policy import DeviceMemory, IterationPlan
 from alignedserve.scheduling.scheduler import Scheduler
 from alignedserve.scheduling.yielding import UrgentPlans, Yielding
-from alignedserve.worker_core.iteration_cycle import IterationCycle, UrgentCycle
-from alignedserve.worker_core.iteration_log import IterationLog
-from alignedserve.worker_core.request_notes import WaitingRequest
-from alignedserve.worker_core.router_link import RouterLink
-from decode_worker.colocated.moves import MoveCommand, RequestMoves
-from decode_worker.colocated.pooled_decodes import PooledCommand, PooledDecodes, is_of_link
-from decode_worker.colocated.pooled_prefixes import PooledPrefixes, PoolEvent
-from decode_worker.held_requests import HeldRequest, HeldRequests
-from decode_worker.plan_performer import PlanPerformer
+from alignedserve.worker_core.block_peers import BlockPeers
+from alignedserve.worker_core.held_requests import HeldRequest, HeldRequests
+from alignedserve.worker_core.moves import RequestMoves
+from alignedserve.worker_core.part import Commands, WorkerCommand, WorkerEvent
+from alignedserve.worker_core.plan_performer import PlanPerformer
+from alignedserve.worker_core.pooled_decodes import PooledDecodes, is_of_link
+from alignedserve.worker_core.pooled_prefixes import PooledPrefixes
+from alignedserve.worker_core.request import with_prediction
+from alignedserve.worker_core.request_notes import Phases, WaitingRequest
+from alignedserve.worker_core.worker_logic import UrgentCycle, WorkerLogic
 
 
 class UrgentPrompts:
@@ -57,13 +48,20 @@ class UrgentPrompts:
     prompts may begin another. If the pass ends first, its end is dealt with after the urgent one's.
     """
 
-    def __init__(self, held: HeldRequests, scheduler: Scheduler, performer: PlanPerformer, yielding: Yielding) -> None:
+    def __init__(
+        self,
+        held: HeldRequests,
+        scheduler: Scheduler,
+        performer: PlanPerformer,
+        yielding: Yielding,
+        cycle: UrgentCycle,
+    ) -> None:
         self._held = held
         self._scheduler = scheduler
         self._performer = performer
         self._plans = UrgentPlans(held.state, scheduler, yielding)
         self._began_s = 0.0
-        self.cycle = UrgentCycle()
+        self.cycle = cycle
         self.members: tuple[HeldRequest, ...] = ()  # of the urgent iteration in flight
 
     def came(self, request: Request) -> None:
@@ -92,10 +90,9 @@ class UrgentPrompts:
         self.members, self._began_s = self._held.of_parts(plan.scheduled), now
         return msgspec.structs.replace(self._performer.perform(plan, self.members, now), is_urgent=True)
 
-    def end(self, event: IterationCompleted, now: float) -> IterationCompleted | None:
+    def end(self, event: IterationCompleted, now: float) -> None:
         self._plans.end(event.duration_s(self._began_s, now))
         self.members = ()
-        return self.cycle.end()
 
 
 def causes_of(held: HeldRequests, members: Collection[HeldRequest], max_running: int) -> list[WaitingRequest]:
@@ -115,14 +112,13 @@ def _cause_of(tracked: HeldRequest, held: HeldRequests, is_full: bool) -> Cause:
     return Cause.BLOCKS_SHORT if held.state.num_free < num_missing else Cause.OTHERS_FIRST
 
 
-ColocatedEvent = CommonEvent | IterationCompleted | BufferOpened | BlocksOffloaded | BlocksLoaded
-ColocatedCommand = SendTo | RunIteration | MoveCommand | PooledCommand | HangUp
-
 _LEAN_STEPS = 32
 
 
-class ColocatedLogic:
+class ColocatedLogic(WorkerLogic[HeldRequest]):
     """All requests of the worker, its blocks, and the one iteration that is in flight at a time."""
+
+    phases = Phases.BOTH
 
     def __init__(
         self,
@@ -141,118 +137,77 @@ class ColocatedLogic:
         `prefix_pool`: the pool of its node, if it keeps prefix blocks; `decode_pool`: the same, if it keeps decodes.
         """
         assert memory.num_blocks == memory.num_free == registered.num_blocks, "memory that is not the worker's"
-        self._registered = registered
+        super().__init__(registered, eos_token_ids)
         self._scheduler = scheduler
         self._prefixes = prefixes
         self._requests = HeldRequests(memory, prefixes)
         self._state = self._requests.state
+        self._by_id = self._requests.by_id
         self._members: tuple[HeldRequest, ...] = ()  # of the latest iteration
         self._are_prefilled = False  # all of them: then they stay so
         self._postponed: dict[RequestId, PrefillRequest] = {}  # until blocks that are held for moves are free again
         self._performer = PlanPerformer(self._requests)
         self._lean, self._prompt_rate, self._delay = 1.0, 0, DecodeDelay()
-        self.iteration_log = IterationLog()
-        self._router = RouterLink(registered)
-        self._pooled = None
-        if prefixes is not None and prefix_pool is not None:
-            self._pooled = PooledPrefixes(self._requests, prefixes, prefix_pool, tokens_per_s=self._tokens_per_s)
-        self._decodes = None
+        self._pooled = self._decodes = self._moves = self._urgent = None
         if decode_pool is not None:
             self._decodes = PooledDecodes(self._requests, decode_pool, swap_s=scheduler.costs.swap_s)
-        self._moves = RequestMoves(self._requests, self._router, registered) if registered.can_move else None
-        self._iterations: IterationCycle[HeldRequest, ColocatedCommand] = IterationCycle(
-            router=self._router, eos_token_ids=eos_token_ids, release=self._finish, iteration_log=self.iteration_log
-        )
-        self._urgent = None
+            self._parts += (self._decodes,)
+        if prefixes is not None and prefix_pool is not None:
+            self._pooled = PooledPrefixes(
+                self._requests, prefixes, prefix_pool, tokens_per_s=self._tokens_per_s, admit=self._accept
+            )
+            self._parts += (self._pooled,)
+        if registered.can_move:
+            peers = BlockPeers(registered.pool_name)
+            self._moves = RequestMoves(self._requests, self._router, registered, peers)
+            self._parts += (peers, self._moves)
         if yielding is not None:
-            self._urgent = UrgentPrompts(self._requests, scheduler, self._performer, yielding)
+            self._urgent = UrgentPrompts(self._requests, scheduler, self._performer, yielding, self._urgent_cycle)
 
-    def on_event(self, event: ColocatedEvent, now: float) -> list[ColocatedCommand]:
-        """Return the commands that follow; the same state, event and now always give the same. Touches only self."""
-        commands = self._handle(event, now)
-        if self._pooled is not None:
-            commands += self._pooled.offer(now)
-        # The next iteration first: it computes while the messages about the last one are sent.
-        return [*self._start_iteration(now), *commands, *self._report()]
+    @override
+    def _handle(self, event: WorkerEvent, now: float) -> Commands:
+        commands = super()._handle(event, now)
+        if self._pooled is None:
+            return commands
+        if self._decodes is not None and is_of_link(event) and self._decodes.takes(event):
+            # The link to the pool is of both parts, and its arena is mapped once.
+            others = self._pooled.on_event(event, now)
+            commands = [*commands, *(sent for sent in others if not isinstance(sent, MapArena | UnmapArena))]
+        return [*commands, *self._pooled.offer(now)]
 
-    def _handle(self, event: ColocatedEvent, now: float) -> list[ColocatedCommand]:
-        match event:
-            case IterationCompleted():
-                return self._iteration_completed(event, now)
-            case Received(_, PrefillRequest() as message):
-                return self._add_candidate(message, now)
-            case Received(_, SetPredictedLength() as message):
-                return self._set_predicted_length(message)
-            case Received(_, AbortRequest(request_id=request_id, attempt=attempt)):
-                return self._abort(request_id, attempt)
-            case PeerConnected(Role.ROUTER, peer):
-                return self._on_router(peer, now)
-            case Ticked():
-                if self._moves is not None:
-                    self._measure_lean()
-                totals = self._router.totals(self.iteration_log, now, self._scheduler.shown)
-                return [*self._hang_up_unused(now), *totals, *self._tell_blocks()]
-            case _ if self._decodes is not None and self._decodes.takes(event):
-                return [*self._decodes.on_event(event, now), *self._on_pool_link(event, now)]
-            case _ if self._pooled is not None and self._pooled.takes(event):
-                return self._on_pool(self._pooled, event, now)
-            case _ if self._moves is not None:
-                return [*self._moves.on_event(event, now)]
-            case Received(_, message):
-                raise AssertionError(f"a colocated worker does not take {type(message).__name__}")
-        return []
-
-    def _hang_up_unused(self, now: float) -> list[HangUp]:
-        return [up for part in (self._pooled, self._moves) if part is not None for up in part.hang_up_unused(now)]
-
-    def _on_router(self, peer: str, now: float) -> list[ColocatedCommand]:
-        commands: list[ColocatedCommand] = []
+    @override
+    def _tick(self, now: float) -> Commands:
         if self._moves is not None:
-            commands += self._moves.abort_all(now)
             self._measure_lean()
-        if self._decodes is not None:
-            commands += self._decodes.abort_all(now)
+        ticked = [command for part in self._parts for command in part.tick(now)]
+        return [*ticked, *self._router.totals(self.iteration_log, now, self._scheduler.shown), *self._tell_blocks()]
+
+    @override
+    def _router_connected(self, peer: str, now: float) -> Commands:
+        commands: list[WorkerCommand] = []
+        for part in reversed(self._parts):
+            commands += part.abort_all(now)
+            if part is self._moves:
+                self._measure_lean()
         for tracked in list(self._requests):
             if not tracked.can_outlast_router:
                 commands += self._abort(tracked.request.request_id)
         self._postponed.clear()
-        if self._pooled is not None:
-            self._pooled.loads.abort_all()
         decoding = [tracked for tracked in self._requests if tracked.can_outlast_router]
         return [*commands, *self._router.connected(peer, decoding), *self._tell_blocks(is_new=True)]
 
-    def _add_candidate(self, message: PrefillRequest, now: float, *, may_ask: bool = True) -> list[ColocatedCommand]:
-        request, request_id = message.request, message.request.request_id
-        self._router.observe(message.attempt)
-        if self._requests.blocks_for(request.max_context_len) > self._registered.num_blocks:
-            return [*self._router.too_large(message, "worker")]
-        # What an earlier attempt left here is stale: its abort is on the way, over another link.
-        aborted = self._abort(request_id, message.attempt - 1)
-        earlier = self._requests.get(request_id)
-        if earlier is not None:
-            earlier.successor = message
-            return aborted
-        linked, questions = [], None
-        if self._pooled is not None and may_ask:
-            linked, questions = self._pooled.link(message, now), self._pooled.loads.ask(message, now)
-        if questions is None:
+    # --- a request comes, and is given up
+
+    @override
+    def _never_fits(self, message: PrefillRequest) -> bool:
+        return self._requests.blocks_for(message.request.max_context_len) > self._registered.num_blocks
+
+    @override
+    def _add(self, message: PrefillRequest, now: float, *, is_new: bool) -> Commands:
+        asked, does_wait = self._pooled.ask(message, now) if self._pooled is not None and is_new else ((), False)
+        if not does_wait:
             self._admit(message, now)
-        return [*aborted, *linked, *(questions or ())]
-
-    def _on_pool(self, pooled: PooledPrefixes, event: PoolEvent, now: float) -> list[ColocatedCommand]:
-        outcome = pooled.on_event(event, now)
-        commands: list[ColocatedCommand] = [*outcome.commands]
-        for message in outcome.ready:  # each as if new, but without another question
-            commands += self._add_candidate(message, now, may_ask=False)
-        for message in outcome.again:
-            commands += self._add_candidate(message, now)
-        return commands
-
-    def _on_pool_link(self, event: ColocatedEvent, now: float) -> list[ColocatedCommand]:
-        if self._pooled is None or not is_of_link(event):
-            return []
-        commands = self._on_pool(self._pooled, event, now)
-        return [command for command in commands if not isinstance(command, MapArena | UnmapArena)]
+        return asked
 
     def _admit(self, message: PrefillRequest, now: float) -> None:
         request = message.request
@@ -264,40 +219,39 @@ class ColocatedLogic:
         else:
             self._postponed[request.request_id] = message
 
-    def _admit_postponed(self, now: float) -> list[ColocatedCommand]:
+    def _admit_postponed(self, now: float) -> Commands:
         # Each as if it came now: an earlier attempt at it may have come from another worker meanwhile.
         postponed, self._postponed = self._postponed, {}
-        return [sent for message in postponed.values() for sent in self._add_candidate(message, now, may_ask=False)]
+        return [sent for message in postponed.values() for sent in self._accept(message, now, is_new=False)]
 
-    def _set_predicted_length(self, message: SetPredictedLength) -> list[ColocatedCommand]:
+    @override
+    def _set_predicted_length(self, message: SetPredictedLength) -> None:
         tracked = self._requests.get(message.request_id)
         if tracked is not None and tracked.set_predicted_length(message):
             self._state.set_predicted_length(message.request_id, message.predicted_output_len)
         if self._pooled is not None:
-            self._pooled.loads.set_predicted_length(message)
+            self._pooled.set_predicted_length(message)
         postponed = self._postponed.get(message.request_id)
-        if postponed is not None and postponed.attempt == message.attempt:
-            predicted_len = message.predicted_output_len
-            self._postponed[message.request_id] = msgspec.structs.replace(postponed, predicted_output_len=predicted_len)
-        return []
+        if postponed is not None:
+            self._postponed[message.request_id] = with_prediction(postponed, message)
 
-    def _abort(self, request_id: RequestId, attempt: int | None = None) -> list[ColocatedCommand]:
+    @override
+    def _abort(self, request_id: RequestId, attempt: int | None = None) -> Commands:
         tracked = self._requests.get(request_id)
-        if tracked is not None and tracked.abort(attempt) and not self._iterations.is_running:
+        if tracked is not None and tracked.abort(attempt) and not self._is_computing:
             self._requests.drop(tracked)
         postponed = self._postponed.get(request_id)
         if postponed is not None and (attempt is None or postponed.attempt <= attempt):
             del self._postponed[request_id]
-        if self._pooled is not None:
-            self._pooled.loads.abort(request_id, attempt)
-        parts = (self._moves, self._decodes)
-        return [command for part in parts if part is not None for command in part.abort(request_id, attempt)]
+        return [command for part in reversed(self._parts) for command in part.abort(request_id, attempt)]
 
-    def _start_iteration(self, now: float) -> list[ColocatedCommand]:
-        if self._iterations.is_running:
+    # --- iterations
+
+    @override
+    def _start_iteration(self, now: float) -> Commands:
+        if self._is_computing:
             return self._start_urgent(now)
-        commands: list[ColocatedCommand] = [*self._moves.leave(now)] if self._moves is not None else []
-        commands += self._decodes.leave(now) if self._decodes is not None else ()
+        commands = [command for part in reversed(self._parts) for command in part.leave(now)]
         if self._postponed:
             commands += self._admit_postponed(now)
         if not self._requests or not self._requests.can_compute:
@@ -316,56 +270,44 @@ class ColocatedLogic:
                 commands += self._start_iteration(now)
         return [*iteration, *commands]
 
-    def _begin(self, plan: IterationPlan, now: float) -> list[ColocatedCommand]:
+    def _begin(self, plan: IterationPlan, now: float) -> list[RunIteration]:
         members = self._requests.of_parts(plan.scheduled)
         self._state.begin(plan)
         iteration = self._performer.perform(plan, members, now)
         has_changed = members != self._members
         if has_changed or not self._are_prefilled:
             self._are_prefilled = all(tracked.is_prefilled for tracked in members)
-        self._iterations.start(now, members, has_changed=has_changed, alone_s=plan.alone_s)
+        self._begin_iteration(now, members, has_changed=has_changed, alone_s=plan.alone_s)
         self._members = members
         if self._urgent is not None:
             self._urgent.pass_began(now)
         return [iteration]
 
-    def _start_urgent(self, now: float) -> list[ColocatedCommand]:
+    def _start_urgent(self, now: float) -> Commands:
         if self._urgent is None or (iteration := self._urgent.begin(now)) is None:
-            return []
-        self._iterations.start(now, self._urgent.members, has_changed=True)
+            return ()
+        self._begin_iteration(now, self._urgent.members, has_changed=True)
         return [iteration]
 
-    def _iteration_completed(self, event: IterationCompleted, now: float) -> list[ColocatedCommand]:
-        if self._urgent is not None and self._urgent.cycle.keeps(event):
-            return []
-        commands = self._completed(event, now)
-        if not event.is_urgent:
-            for tracked in [tracked for tracked in self._requests if tracked.is_aborted or tracked.is_finished]:
-                self._requests.drop(tracked)
-                if tracked.successor is not None:
-                    self._admit(tracked.successor, now)
-            return commands
-        assert self._urgent is not None, "an urgent iteration of a worker that has none"
-        ended_pass = self._urgent.end(event, now)
-        return commands if ended_pass is None else [*commands, *self._iteration_completed(ended_pass, now)]
-
-    def _completed(self, event: IterationCompleted, now: float) -> list[ColocatedCommand]:
+    @override
+    def _completed(self, event: IterationCompleted, now: float) -> Commands:
         self._performer.completed()
         for request_id, num_tokens in event.forced:
             self._state.note_forced(request_id, num_tokens)
         for request_id in event.skipped:
             self._state.note_skipped(request_id)
-        duration_s = self._iterations.end(event, now)
+        duration_s = self._end_iteration(event, now)
         self._scheduler.turns.note(event.turn_s)
         self._scheduler.completed(
             self._state, now=now, duration_s=duration_s, grammar_s=event.grammar_s, is_urgent=event.is_urgent
         )
-        by_id = self._requests.by_id
         may_be_new = event.is_urgent or not self._are_prefilled
-        has_prompts = may_be_new and any(not by_id[token.request_id].is_prefilled for token in event.sampled)
-        outcome = self._iterations.outcome(event, self._requests.by_id)
+        has_prompts = may_be_new and any(not self._by_id[token.request_id].is_prefilled for token in event.sampled)
+        outcome = self._outcome(event)
         # The tokens of the filled blocks are known by now, but of those that nobody waits for any more.
         self._requests.store_filled({*event.failed, *self._aborted_jumps(event)})
+        if event.is_urgent and self._urgent is not None:
+            self._urgent.end(event, now)
         # The router hears of blocks before the end of their prompt, when it ceases to expect them. Blocks that decodes
         # fill are told with the next tick: thousands of workers tell a router at most so often.
         return [*(self._tell_blocks() if has_prompts else ()), *outcome]
@@ -373,14 +315,26 @@ class ColocatedLogic:
     def _aborted_jumps(self, event: IterationCompleted) -> list[RequestId]:
         return [request_id for request_id, _ in event.forced if self._requests[request_id].is_aborted]
 
-    def _finish(self, tracked: HeldRequest) -> list[ColocatedCommand]:
-        tracked.is_finished = True
-        return []
+    @override
+    def _pass_ended(self, event: IterationCompleted, now: float) -> Commands:
+        for tracked in [tracked for tracked in self._requests if tracked.is_aborted or tracked.is_finished]:
+            self._requests.drop(tracked)
+            if tracked.successor is not None:
+                self._admit(tracked.successor, now)
+        return ()
 
+    @override
+    def _end(self, request: HeldRequest) -> Commands:
+        request.is_finished = True
+        return ()
+
+    # --- beside them
+
+    @override
     def waiting(self) -> list[WaitingRequest]:
         held_back = [WaitingRequest(request_id, Cause.BLOCKS_HELD) for request_id in self._postponed]
         if self._pooled is not None:
-            held_back += [WaitingRequest(request_id, Cause.PREFIX) for request_id in self._pooled.loads.waiting()]
+            held_back += [WaitingRequest(request_id, Cause.PREFIX) for request_id in self._pooled.waiting()]
         max_running = self._registered.num_places or self._registered.max_running_requests
         return held_back + causes_of(self._requests, self._computing, max_running)
 
@@ -388,11 +342,12 @@ class ColocatedLogic:
     def _computing(self) -> tuple[HeldRequest, ...]:
         return self._members if self._urgent is None else self._members + self._urgent.members
 
-    def _report(self) -> list[Send]:
-        num_running = len(self._computing) if self._iterations.is_running else 0
-        num_held_back = len(self._postponed) + (len(self._pooled.loads) if self._pooled is not None else 0)
+    @override
+    def _load(self, *, is_due: bool) -> WorkerLoad:
+        num_running = len(self._computing) if self._is_computing else 0
+        num_held_back = len(self._postponed) + (len(self._pooled) if self._pooled is not None else 0)
         prefixes = self._prefixes
-        load = WorkerLoad(
+        return WorkerLoad(
             num_waiting=len(self._requests) + num_held_back - num_running,
             num_running=num_running,
             num_free_blocks=self._state.num_free,
@@ -408,14 +363,13 @@ class ColocatedLogic:
             num_prefix_evictions=prefixes.blocks.num_evicted if prefixes is not None else 0,
             delay=self._delay,
         )
-        return self._router.load(load)
 
-    def _tell_blocks(self, *, is_new: bool = False) -> list[ColocatedCommand]:
+    def _tell_blocks(self, *, is_new: bool = False) -> Commands:
         if self._prefixes is None or not self._router.is_connected:
-            return []
+            return ()
         cached = self._prefixes.blocks
         changed = cached.told_all() if is_new else cached.told_changes()
-        return [] if changed is None else [*self._router.send(changed)]
+        return () if changed is None else self._router.send(changed)
 
     def _tokens_per_s(self) -> float:
         return self._scheduler.prompt_capacity(self._state).tokens_per_s
