@@ -35,9 +35,9 @@ from alignedserve.cluster.hosts.orders import connected
 from alignedserve.cluster.hosts.record import ClusterRecord, read_record, recorded_drain_s, recorded_driver
 from alignedserve.cluster.hosts.supervisor import driver_log, end_supervisor, start_supervisor
 from alignedserve.cluster.local_ray.worker_template import WorkerTemplate
+from alignedserve.cluster.memory_planner import SizeChoice
 from alignedserve.cluster.serving_cluster import AskedToStop, ServingCluster
 from alignedserve.cluster.signals import ignore_signals
-from alignedserve.cluster.memory_planner import SizeChoice
 from alignedserve.config.environment import api_keys, ray_address
 from alignedserve.config.model_settings import ModelSettings, load_models, name_of
 from alignedserve.config.overrides import override_of
