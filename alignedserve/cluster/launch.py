@@ -15,13 +15,12 @@ from alignedserve.cluster import preflight
 from alignedserve.cluster.actor_factory import ActorClasses, ActorFactory, ClusterSecrets, PreparedNode
 from alignedserve.cluster.deployments.on_demand import ModelOnDemand
 from alignedserve.cluster.deployments.planning import PlannedModel, plan_models
-from alignedserve.cluster.hosts.cluster import ClusterOnHosts, HostsSetup
-from alignedserve.cluster.hosts.handover import ClusterState
 from alignedserve.cluster.hosts.ray_directory import NAMESPACE
 from alignedserve.cluster.hosts.record import read_record
-from alignedserve.cluster.hosts.succession import Succession, digest_of, left_by_former
+from alignedserve.cluster.hosts.succession import ClusterState, Succession, digest_of, left_by_former
 from alignedserve.cluster.local_ray.worker_template import WorkerTemplate
 from alignedserve.cluster.machine import GpuClaims, GpusTaken, claim_gpus
+from alignedserve.cluster.memory_planner import with_block_size
 from alignedserve.cluster.nodes.admission import (
     Agent,
     NodeAdmission,
@@ -60,7 +59,6 @@ from alignedserve.cluster.ray_node import join_ray, kill_actors
 from alignedserve.cluster.recording_folder import remove_unserved, with_absolute_folder, write_run_file
 from alignedserve.cluster.run_folder import make_run_folder, make_run_root
 from alignedserve.cluster.serving_cluster import DriverSetup, ServingCluster
-from alignedserve.cluster.sizing import with_block_size
 from alignedserve.cluster.starting import LoggingObserver, StartObserver
 from alignedserve.config.model_settings import ModelSettings
 from alignedserve.config.sections import ClusterConfig
@@ -81,7 +79,7 @@ _STEP_S = 0.1
 _SETTLED_S = 30.0
 
 
-def adopt_cluster(digest: str, actor_classes: ActorClasses, setup: HostsSetup) -> ClusterOnHosts | None:
+def adopt_cluster(digest: str, actor_classes: ActorClasses, setup: DriverSetup) -> ServingCluster | None:
     """Take over what a former driver has left; None: there is nothing, or it was of another kind and has been ended.
     `digest`: what this driver is to serve, by `digest_of`. Raises ResourceError when the former driver still runs, or
     its processes do not end."""
@@ -102,7 +100,7 @@ def adopt_cluster(digest: str, actor_classes: ActorClasses, setup: HostsSetup) -
     return None
 
 
-def _adopt(state: ClusterState, actor_classes: ActorClasses, setup: HostsSetup) -> ClusterOnHosts:
+def _adopt(state: ClusterState, actor_classes: ActorClasses, setup: DriverSetup) -> ServingCluster:
     nodes = _settled_nodes()
     alive = {node.node_id for node in nodes}
     lost = [member for member in state.members if member.ray_node.node_id not in alive]
@@ -118,7 +116,7 @@ def _adopt(state: ClusterState, actor_classes: ActorClasses, setup: HostsSetup) 
     served = state.joining.plan.served
     factory = ActorFactory(served, actor_classes, state.secrets, is_detached=True)
     logger.warning("the cluster of a former driver goes on, on %d nodes", len(members))
-    return ClusterOnHosts(state.joining, members, factory, setup)
+    return ServingCluster(state.joining, members, factory, setup)
 
 
 def _settled_nodes() -> list[RayNode]:
@@ -238,7 +236,7 @@ def _claimed(device: str) -> tuple[DeviceChoice, GpuClaims]:
 
 def launch_on_hosts(
     settings: ModelSettings, hosts: Hosts, actor_classes: ActorClasses, observer: StartObserver | None = None
-) -> ClusterOnHosts:
+) -> ServingCluster:
     """Start a cluster on the nodes of that Ray cluster and return it when it is up. One that a former driver with the
     same configuration has left goes on instead, and one of another is ended first. Raises an error of the tree, with
     nothing left running, when it cannot."""
@@ -252,7 +250,8 @@ def launch_on_hosts(
         require_head(alive_nodes(), context.get_node_id())
         scales = configs[0].scaling.max_nodes is not None
         scaling = load_plugin("autoscaler").scaling_of(configs, context.gcs_address) if scales else None
-        setup = HostsSetup(DriverSetup(settings, NodeAdmission, observer), Succession(digest), scaling)
+        succession = Succession(digest)
+        setup = DriverSetup(settings, NodeAdmission, observer, succession=succession, make_scaling=scaling)
         cluster = adopt_cluster(digest, actor_classes, setup)
         is_adopted = cluster is not None
         if cluster is None:
@@ -261,7 +260,7 @@ def launch_on_hosts(
         ray.shutdown()
         raise
     try:
-        cluster.start_all()
+        cluster.start()
     except BaseException:
         cluster.stop()
         if configs[0].recording.folder is not None and not is_adopted:
@@ -279,8 +278,8 @@ def _checked(config: ClusterConfig, num_models: int) -> ClusterConfig:
 
 
 def _prepare_cluster(
-    configs: Sequence[ClusterConfig], hosts: Hosts, actor_classes: ActorClasses, setup: HostsSetup
-) -> ClusterOnHosts:
+    configs: Sequence[ClusterConfig], hosts: Hosts, actor_classes: ActorClasses, setup: DriverSetup
+) -> ServingCluster:
     _wait_for_former()
     nodes = wait_for_nodes(hosts.num_nodes, hosts.wait_s)
     if len(nodes) < hosts.num_nodes:
@@ -290,7 +289,7 @@ def _prepare_cluster(
         choice, reports = agreed_device(
             device, admission.reports(device, [resolve_for([], config).folder for config in configs])
         )
-        setup.driver.observer.device_chosen(choice)
+        setup.observer.device_chosen(choice)
         configs = [with_device(config, choice) for config in configs]
         head = reports[nodes[0]]
         refused = admission.apart() | differences(reports, head)
@@ -317,11 +316,11 @@ def _prepare_cluster(
         _record_run(plans[FIRST_DEPLOYMENT], [member.prepared for member in members])
         if_it_fails.pop_all()
     authority = CertificateAuthority.new(cluster_id) if configs[0].links.tls else None
-    joining = _joining(plans, resources, setup.driver, head.digests, cluster_id)
+    joining = _joining(plans, resources, setup, head.digests, cluster_id)
     joining.device = joining_device(device, choice)
     cluster_secrets = ClusterSecrets(authority=authority)
     factory = ActorFactory(plans[FIRST_DEPLOYMENT].served, actor_classes, cluster_secrets, is_detached=True)
-    cluster = ClusterOnHosts(joining, members, factory, setup)
+    cluster = ServingCluster(joining, members, factory, setup)
     for node, problem in refused.items():
         cluster.refuse(node, problem)
     return cluster

@@ -105,6 +105,25 @@ def answer_or_none(reference: Any) -> Any:
         return None
 
 
+class OpenCalls:
+    """Calls of actors, by name, at most one of each; nothing waits."""
+
+    def __init__(self) -> None:
+        self._calls: dict[str, Any] = {}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._calls
+
+    def ask(self, name: str, reference: Any) -> None:
+        self._calls[name] = reference
+
+    def answers(self) -> dict[str, Any]:
+        """Return the results that have come since; None for a failed call."""
+        ended = {name: answer_or_none(call) for name, call in self._calls.items() if has_ended(call)}
+        self._calls = {name: call for name, call in self._calls.items() if name not in ended}
+        return ended
+
+
 def kill_actors(actors: Iterable[Any]) -> None:
     for actor in actors:
         with contextlib.suppress(RayError, ValueError):

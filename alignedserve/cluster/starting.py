@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import ray
 from ray.exceptions import RayError
 
-from alignedserve.cluster.sizing import SizeChoice
+from alignedserve.cluster.memory_planner import SizeChoice
 from alignedserve.core.errors import AlignedServeError, ResourceError
 from alignedserve.process.loading_progress import LoadedShare
 from alignedserve.runtime.device_check.choice import DeviceChoice

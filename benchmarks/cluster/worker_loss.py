@@ -4,11 +4,15 @@
     python -m benchmarks.cluster.worker_loss --shape separate-2 # two prefill and two decode workers, one is lost
     python -m benchmarks.cluster.worker_loss --shape separate   # one of each: nobody can take over
     python -m benchmarks.cluster.worker_loss --shape separate --target pool  # or "prefill worker"
+    python -m benchmarks.cluster.worker_loss --shape lone --new-chat         # nothing streams; a request comes after it
 
 Eight streams of the pocket model, in float32, so that a token does not depend on its batch. When all flow, the latest
 worker that decodes gets SIGKILL. A pause is the longest time between two tokens of a stream after that; the streams of
 a worker are told apart by it, as half of them are on each of two. Targets: no pause of 1 s or more with another
 worker alive, none of 2 s without; no answer changed or cut.
+
+With `--new-chat` nothing streams when the process is killed. A request is sent right after it: the pause is its wait
+for the first token, or between two tokens where that is longer.
 """
 
 import argparse
@@ -29,6 +33,7 @@ from benchmarks.measuring.recording import write_result
 from benchmarks.measuring.server import options_of
 
 SHAPES = {
+    "lone": ("decode.count=1",),
     "elastic": ("decode.count=2",),
     "colocated": ("topology=colocated", "decode.count=2"),
     "separate": ("topology=disaggregated",),
@@ -41,10 +46,10 @@ _FLOWING = 20  # tokens that every stream has before the blow
 _SETTLED_S, _BACK_S = 4.0, 90.0
 
 
-def calls(max_tokens: int, seed: int) -> list[CompletionCall]:
+def calls(model: str, max_tokens: int, seed: int) -> list[CompletionCall]:
     rng = random.Random(seed)
     prompts = [" ".join(f"{rng.randrange(1000)}" for _ in range(_WORDS)) for _ in range(_NUM_STREAMS)]
-    fields = {"model": "pocket", "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+    fields = {"model": model, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
     return [CompletionCall(CompletionApi.COMPLETIONS, {"prompt": prompt, **fields}) for prompt in prompts]
 
 
@@ -73,9 +78,22 @@ async def stream_all(
     return outcomes, killed_s
 
 
+async def ask_after_loss(
+    client: OpenAiClient, call: CompletionCall, cluster: KillCluster, target: Target
+) -> tuple[CompletionOutcome, float]:
+    """Kill a process while nothing runs, then ask. Return when it was killed, too."""
+    victim, outcome = cluster.processes(target)[-1], CompletionOutcome()
+    killed_s = time.monotonic()
+    victim.kill()
+    await client.complete(call, outcome, lambda *_: None)
+    return outcome, killed_s
+
+
 def pause_s(outcome: CompletionOutcome, killed_s: float) -> float:
     """Return the longest time between two tokens that ended after the blow."""
     times = outcome.token_times_s
+    if times and times[0] > killed_s:
+        times = [killed_s, *times]  # it was asked after the blow
     gaps = [later - earlier for earlier, later in itertools.pairwise(times) if later > killed_s]
     return max(gaps, default=0.0)
 
@@ -85,9 +103,13 @@ async def measure(cluster: KillCluster, options: argparse.Namespace) -> list[dic
     async with OpenAiClient(url=cluster.url) as client:
         whole = await settled_blocks(client)
         for number in range(options.losses):
-            asked = calls(options.tokens, number)
+            asked = calls(options.model, options.tokens, number)
             expected, began_s = await stream_all(client, asked)
-            outcomes, killed_s = await stream_all(client, asked, cluster, options.target)
+            if options.new_chat:
+                outcome, killed_s = await ask_after_loss(client, asked[0], cluster, options.target)
+                outcomes, expected = [outcome], expected[:1]
+            else:
+                outcomes, killed_s = await stream_all(client, asked, cluster, options.target)
             rows.append(_row(outcomes, killed_s, expected, began_s))
             print(rows[-1], flush=True)
             await restored(client, whole)
@@ -139,23 +161,32 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="elastic")
     targets = {one.value: one for one in (Target.DECODE, Target.PREFILL, Target.POOL)}
     parser.add_argument("--target", type=targets.__getitem__, default=Target.DECODE, help=", ".join(targets))
+    parser.add_argument("--model", default="pocket", help="what is served, by its short name")
+    parser.add_argument("--new-chat", action="store_true", help="kill an idle process, then ask")
     parser.add_argument("--losses", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=600)
     options = parser.parse_args()
     settings = options_of((*_COMMON, *SHAPES[options.shape]))
-    with tempfile.TemporaryDirectory(prefix="loss-") as name, kill_cluster(Path(name), tuple(settings)) as cluster:
+    with (
+        tempfile.TemporaryDirectory(prefix="loss-") as name,
+        kill_cluster(Path(name), (options.model, *settings)) as cluster,
+    ):
         rows = asyncio.run(measure(cluster, options))
     longest = [row["longest_s"] for row in rows]
     figures = {
+        "model": options.model,
         "settings": settings,
-        "num_streams": _NUM_STREAMS,
+        "num_streams": 1 if options.new_chat else _NUM_STREAMS,
         "median_longest_pause_s": statistics.median(longest),
         "longest_pause_s": max(longest),
         "num_failed": sum(row["num_failed"] for row in rows),
         "num_changed": sum(row["num_changed"] for row in rows),
         "losses": rows,
     }
-    print(write_result(f"faults/worker_loss_{options.shape}", figures))
+    parts = [options.shape]
+    if options.new_chat:
+        parts += [options.target.value.replace(" ", "_"), "new_chat", options.model]
+    print(write_result(f"faults/worker_loss_{'_'.join(parts)}", figures))
 
 
 if __name__ == "__main__":

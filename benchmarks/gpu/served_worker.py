@@ -19,7 +19,7 @@ from typing import NamedTuple
 import msgspec
 
 from alignedserve.cluster.machine import this_machine
-from alignedserve.cluster.sizing import choose_sizes, with_block_size
+from alignedserve.cluster.memory_planner import choose_sizes, with_block_size
 from alignedserve.config.environment import limit_thread_spinning
 from alignedserve.config.sections import ClusterConfig, EngineConfig
 from alignedserve.config.unset_sizes import from_mapping

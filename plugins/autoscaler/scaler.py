@@ -2,17 +2,15 @@
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from alignedserve.cluster.hosts.cluster import MakeScaling
-from alignedserve.cluster.hosts.membership import Membership
-from alignedserve.cluster.hosts.node_drains import NodeDrains
 from alignedserve.cluster.nodes.members import Member
 from alignedserve.cluster.nodes.ray_nodes import RayNode
 from alignedserve.cluster.ray_node import answer_or_none, has_ended
-from alignedserve.cluster.watchdog import FailedProcesses
+from alignedserve.cluster.serving_cluster import MakeScaling
+from alignedserve.cluster.wishes import Wishes
 from alignedserve.config.sections import ClusterConfig, ScalingConfig
 from alignedserve.config.unset_sizes import DefaultSize
 from alignedserve.core.errors import ConfigError, PeerLost
@@ -86,31 +84,29 @@ class NodeScaler:
 
 
 class ScaledCluster:
-    """The nodes of one cluster, more and fewer. See NodeScaling of `alignedserve.cluster.hosts.cluster`."""
+    """The nodes of one cluster, more and fewer. See NodeScaling of `alignedserve.cluster.serving_cluster`."""
 
     def __init__(
         self,
         scaler: NodeScaler,
         members: Mapping[str, Member],
-        membership: Membership,
-        drains: NodeDrains,
-        failed: FailedProcesses,
+        wishes: Wishes,
+        are_awaited: Callable[[Iterable[str]], bool],
     ) -> None:
         self._scaler = scaler
         self._members = members
-        self._membership = membership
-        self._drains = drains
-        self._failed = failed
+        self._wishes = wishes
+        self._are_awaited = are_awaited
 
     def look(self, actors: Mapping[str, Mapping[str, Any]], find: Callable[[str], RayNode]) -> None:
         head = next(iter(self._members))
-        released, draining = self._membership.released, self._membership.draining
+        released, draining = self._wishes.released, self._wishes.draining
         nodes = [
             *(
                 ScaledNode(
                     node_id,
                     node_id == head,
-                    is_serving=not self._failed.are_awaited(actors[member.name]),
+                    is_serving=not self._are_awaited(actors[member.name]),
                     models=tuple(model for model, part in member.models.items() if part.share.num_workers),
                 )
                 for node_id, member in self._members.items()
@@ -122,9 +118,9 @@ class ScaledCluster:
         gateways = [actor for name, actor in of_head.items() if is_gateway(name)]
         for command in self._scaler.check(gateways, nodes, find):
             if isinstance(command, GiveBack):
-                self._drains.give_back(command.node_id)
+                self._wishes.give_back(command.node_id)
             else:
-                self._drains.take_again(command.node_id)
+                self._wishes.take_again(command.node_id)
 
     def close(self) -> None:
         self._scaler.close()

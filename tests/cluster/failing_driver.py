@@ -9,14 +9,15 @@ import sys
 from pathlib import Path
 
 from alignedserve.cli.main import main
-from alignedserve.cluster.hosts import cluster, succession
-from alignedserve.cluster.hosts.cluster import ClusterOnHosts
+from alignedserve.cluster import serving_cluster
+from alignedserve.cluster.hosts import succession
+from alignedserve.cluster.serving_cluster import ServingCluster
 
 asked, patience_s = Path(sys.argv.pop(1)), float(sys.argv.pop(1))
-check = ClusterOnHosts.check
+check = ServingCluster.check
 
 
-def failing_check(self: ClusterOnHosts) -> bool:
+def failing_check(self: ServingCluster) -> bool:
     """Look after the cluster until it is asked to fail."""
     if asked.exists():
         raise KeyError("node-7")
@@ -24,7 +25,7 @@ def failing_check(self: ClusterOnHosts) -> bool:
 
 
 if __name__ == "__main__":
-    ClusterOnHosts.check = failing_check  # type: ignore[method-assign]
-    cluster._SETTLED_S = 0.0  # it need not serve for half a minute first
+    ServingCluster.check = failing_check  # type: ignore[method-assign]
+    serving_cluster._SETTLED_S = 0.0  # it need not serve for half a minute first
     succession._ORPHANED_S = patience_s
     main()

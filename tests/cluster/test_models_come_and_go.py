@@ -141,7 +141,7 @@ def test_status_shows_processes_models_and_memory(two_models: Serving) -> None:
     assert 0 < shown["available_bytes"] < shown["total_bytes"]
     table = subprocess.run(command[:-1], env=environment, capture_output=True, text=True, timeout=60, check=False)
     assert all(name in table.stdout for name in names)
-    assert "Memory of the host" in table.stdout
+    assert "of the host's" in table.stdout
 
 
 def test_a_lost_worker_of_one_model_is_no_matter_of_the_other(two_models: Serving) -> None:

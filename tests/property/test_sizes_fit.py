@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from alignedserve.cluster import preflight
-from alignedserve.cluster.memory_planner import Machine
-from alignedserve.cluster.sizing import choose_sizes
+from alignedserve.cluster.memory_planner import Machine, choose_sizes
 from alignedserve.config.sections import MIB, ModelSectionConfig
 from alignedserve.config.unset_sizes import from_mapping
 from alignedserve.core.errors import NotEnoughMemory

@@ -1,11 +1,11 @@
 """Has models on demand loaded and put to sleep, by orders as users give them: what OnDemandLogic decides."""
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from alignedserve.cluster.deployments.logic import DeploymentStage, DeploymentStanding, View
+from alignedserve.cluster.deployments.logic import View
 from alignedserve.cluster.deployments.orders import (
     AddModel,
     Answer,
@@ -212,8 +212,7 @@ class OnDemandModels:
     def note_left(self, name: str, deployment_id: str, adapters: tuple[LoraAdapter, ...]) -> None:
         self._left[name] = _Left(deployment_id, adapters)
 
-    def beside(self, order: ModelOrder, standings: Sequence[DeploymentStanding]) -> Asleep:
-        serving = _serving(standings)
+    def beside(self, order: ModelOrder, serving: Collection[str]) -> Asleep:
         ordered = next((name for name, model in self._models.items() if model.order == order), None)
         others = (name for name in self._models if name not in serving and name != ordered)
         left = None if ordered is None else self._left.get(ordered)
@@ -223,8 +222,9 @@ class OnDemandModels:
         served, left = self._models[name].deployed.served, self._left.get(name)
         return served if left is None else replace(served, adapters=(*served.adapters, *left.adapters))
 
-    def sleeping(self, standings: Sequence[DeploymentStanding]) -> tuple[ServedDeployment, ...]:
-        serving, now = _serving(standings), time.monotonic()
+    def sleeping(self, serving: Collection[str]) -> tuple[ServedDeployment, ...]:
+        """Return the models as gateways are told of them. `serving`: names of those that are awake."""
+        now = time.monotonic()
         return tuple(
             replace(model.deployed, served=self._served(name), problem=self._logic.problem(name, now) or "")
             for name, model in self._models.items()
@@ -232,12 +232,13 @@ class OnDemandModels:
         )
 
     def look(
-        self, views: Mapping[str, View], standings: Sequence[DeploymentStanding]
+        self, views: Mapping[str, View], serving: Mapping[str, str], *, is_changing: bool
     ) -> Iterator[tuple[str, ModelOrder]]:
-        """Yield the orders that are due, each with its id. `views`: by deployment, sleeping ones included."""
+        """Yield the orders that are due, each with its id. `views`: by deployment, sleeping ones included. `serving`:
+        ids of deployments by name. `is_changing`: one of them comes or goes."""
         if not self._models:
             return
-        now, serving = time.monotonic(), _serving(standings)
+        now = time.monotonic()
         awake_ids = {name: deployment_id for name, deployment_id in serving.items() if name in self._models}
         self._since = {name: self._since.get(name, now) for name in awake_ids}
         awake = {
@@ -249,9 +250,7 @@ class OnDemandModels:
         demands = self._demands(
             {name: views.get(_SLEEPING + name) for name in self._models if name not in serving}, now
         )
-        is_changing = bool(self._ordered) or any(
-            standing.phase is not DeploymentStage.SERVING for standing in standings
-        )
+        is_changing |= bool(self._ordered)
         for command in self._logic.look(awake, demands, now, is_changing=is_changing):
             self._ordered.add(command.name)
             order = self._models[command.name].order if isinstance(command, LoadModel) else RemoveModel(command.name)
@@ -285,18 +284,12 @@ class OnDemandModels:
         left_s = self._leaving_s.get(name)
         return left_s if left_s is not None and left_s < float("inf") else None
 
-    def reports(self, standings: Sequence[DeploymentStanding]) -> Iterator[DeploymentReport]:
-        known = {standing.name for standing in standings}
+    def reports(self, known: Collection[str]) -> Iterator[DeploymentReport]:
+        """Yield what is said of models that have no deployment. `known`: names of the others."""
         for name, model in self._models.items():
             if name not in known:
                 problem = self._logic.problem(name, time.monotonic()) or ""
                 yield DeploymentReport("", name, model.order.path, "asleep", None, problem=problem)
-
-
-def _serving(standings: Sequence[DeploymentStanding]) -> dict[str, str]:
-    return {
-        standing.name: standing.deployment_id for standing in standings if standing.phase is DeploymentStage.SERVING
-    }
 
 
 def _use(view: View, awake_s: float) -> ModelUse:

@@ -1,10 +1,8 @@
 """Plans one more deployment of a cluster: settings, nodes, and a part of each node's free resources."""
 
 import logging
-import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,12 +13,11 @@ from alignedserve.cluster import preflight
 from alignedserve.cluster.actor_factory import PreparedNode
 from alignedserve.cluster.deployments.orders import AddModel, ReplaceModel
 from alignedserve.cluster.deployments.planning import PlannedModel, plan_one_more
-from alignedserve.cluster.memory_planner import Machine
+from alignedserve.cluster.memory_planner import Machine, with_block_size
 from alignedserve.cluster.nodes.admission import NodeAdmission, NodeReport, OwnHost, missing_copies
 from alignedserve.cluster.nodes.members import HostedModel, Member, holdings_of, resources_of
 from alignedserve.cluster.nodes.plan import ClusterPlan, NodeResources, resolve_for
 from alignedserve.cluster.nodes.ray_nodes import RayNode
-from alignedserve.cluster.sizing import with_block_size
 from alignedserve.config.model_settings import ModelSettings, name_of, require_adapters_apart
 from alignedserve.config.sections import ClusterConfig
 from alignedserve.core.errors import AdapterError, ConfigError, PeerLost, ResourceError
@@ -108,19 +105,6 @@ class DeploymentSettings:
 
 def _names_of(served: ServedModel) -> list[str]:
     return [served.name, *served.aliases, *(adapter.name for adapter in served.adapters)]
-
-
-def in_background(prepare: Callable[[], Any], name: str) -> "Future[Any]":
-    future: Future[Any] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(prepare())
-        except Exception as error:  # noqa: BLE001  (raised again where the result is asked for)
-            future.set_exception(error)
-
-    threading.Thread(target=run, name=name, daemon=True).start()
-    return future
 
 
 logger = logging.getLogger(__name__)

@@ -12,8 +12,7 @@ from ray.exceptions import RayError
 
 from alignedserve.cluster.deployments.logic import DeploymentsLogic, DeploymentStage
 from alignedserve.cluster.deployments.planning import PlannedModel, devices_of, divided, models_for_node, planned_again
-from alignedserve.cluster.draining.drains import Drains
-from alignedserve.cluster.hosts.membership import Host
+from alignedserve.cluster.desired import Host, WantedCluster
 from alignedserve.cluster.hosts.record import own_versions
 from alignedserve.cluster.memory_planner import Machine
 from alignedserve.cluster.nodes.admission import (
@@ -29,7 +28,7 @@ from alignedserve.cluster.nodes.admission import (
     require,
     warn_of_clocks,
 )
-from alignedserve.cluster.nodes.members import DrainedNode, HostedModel, Member, group_for, member_of, resources_of
+from alignedserve.cluster.nodes.members import HostedModel, Member, group_for, member_of, resources_of
 from alignedserve.cluster.nodes.plan import ClusterPlan, NodePart, NodeResources, node_config, plan_joining
 from alignedserve.cluster.nodes.ray_nodes import NodeGroup, RayNode, release
 from alignedserve.cluster.placement import NodeShare
@@ -58,8 +57,7 @@ class Joining:
         self.cluster_id = cluster_id
         self.vacant: dict[Host, list[Shares]] = {}  # of hosts that are gone, for when they come back
         self.num_nodes = self.num_folders = num_nodes
-        self.drains = Drains()
-        self.drained: dict[str, DrainedNode] = {}  # nodes that stay out, by their ids as members
+        self.wanted = WantedCluster()
 
     def vacate(self, member: Member) -> None:
         self.keep_share(member)
@@ -121,11 +119,8 @@ class Joining:
 
     def lasting_models(self) -> dict[str, HostedModel]:
         """Return the models that a node may begin to work for: models that neither drain nor end."""
-        leaving = {
-            standing.deployment_id
-            for standing in self.logic.standings
-            if standing.phase in (DeploymentStage.DRAINING, DeploymentStage.ENDING)
-        }
+        ends = (DeploymentStage.DRAINING, DeploymentStage.ENDING)
+        leaving = {row.deployment_id for row in self.logic.rows if row.phase in ends}
         return {key: model for key, model in self.models.items() if key not in leaving}
 
     def _take_shares(

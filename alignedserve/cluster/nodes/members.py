@@ -5,11 +5,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 from alignedserve.cluster.actor_factory import BATCHES, PreparedNode
-from alignedserve.cluster.deployments.division import HeldMemory, holding_of
-from alignedserve.cluster.hosts.record import DRAINED, DRAINING, ActorRecord, NodeRecord
+from alignedserve.cluster.deployments.planning import HeldMemory, holding_of
+from alignedserve.cluster.hosts.record import DRAINING, ActorRecord, NodeRecord
 from alignedserve.cluster.nodes.admission import Agent, NodeReport, agent_name
 from alignedserve.cluster.nodes.plan import ClusterPlan, NodePart, NodeResources
 from alignedserve.cluster.nodes.ray_nodes import (
@@ -81,18 +81,6 @@ class Member:
         self.placed = group.shares
         for part in self.parts:
             self.set_part(replace(part, options_of=group.options_of))
-
-
-class DrainedNode(NamedTuple):
-    """A node whose processes have ended, and that stays out."""
-
-    name: str  # in the cluster
-    ray_node: RayNode
-
-    @property
-    def record(self) -> NodeRecord:
-        node = self.ray_node
-        return NodeRecord(self.name, node.node_id, node.address, node.hostname, drain=DRAINED)
 
 
 def member_of(node: RayNode, parts: Sequence[NodePart], agent: Agent) -> Member:

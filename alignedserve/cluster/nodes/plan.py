@@ -6,10 +6,9 @@ from typing import NamedTuple
 
 import msgspec
 
-from alignedserve.cluster.memory_planner import Machine
+from alignedserve.cluster.memory_planner import Machine, SizeChoice, choose_sizes
 from alignedserve.cluster.placement import DeploymentPlacement, NodeCapacity, NodeShare
 from alignedserve.cluster.preflight import window_cache_of
-from alignedserve.cluster.sizing import SizeChoice, choose_sizes
 from alignedserve.config.sections import ClusterConfig
 from alignedserve.config.unset_sizes import with_fixed_sizes
 from alignedserve.core.errors import NotEnoughMemory

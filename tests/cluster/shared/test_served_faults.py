@@ -20,6 +20,8 @@ PROMPTS = token_prompts(8)
 MAX_TOKENS = 200
 _TRIES = 3
 SEPARATE_KINDS = ("DecodeWorker", "PrefillWorker", "KvPool", "Router")
+SOON_S = 2.0  # of a loss, on an idle machine; of three losses on a busy one the quickest says what the program can do
+NUM_LOSSES = 3
 WRITTEN_S = 2.5  # a gateway writes usage every second
 STOPPED_S = 8.0  # longer than links.peer_timeout_s: all peers have given it up when it wakes
 
@@ -100,6 +102,34 @@ async def test_nor_is_one_of_separate_workers(separate_cluster: Serving, undistu
     streams = await stream_through(separate_cluster, victim.kill, is_router_hurt=kind == "Router")
     assert_unharmed(separate_cluster, streams, undisturbed)
     assert separate_cluster.actor(kind).pid != victim.pid
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["DecodeWorker", "PrefillWorker", "KvPool"])
+async def test_a_lone_process_is_back_soon(separate_cluster: Serving, undisturbed: list[str], kind: str) -> None:
+    await assert_back_soon(separate_cluster, undisturbed, kind)
+
+
+@pytest.mark.slow
+async def test_so_is_a_lone_elastic_worker(tmp_path: Path, random_model: Path, undisturbed: list[str]) -> None:
+    with serving(tmp_path / "run", str(random_model), *EXACT, "--set", "decode.count=1") as lone:
+        lone.wait_ready()
+        await assert_back_soon(lone, undisturbed, "ColocatedWorker")
+
+
+async def assert_back_soon(cluster: Serving, undisturbed: list[str], kind: str) -> None:
+    """A request that is sent right after the loss of the only such process waits for the next one, and not for long."""
+    waits_s = []
+    async with make_client(cluster.url) as client:
+        for _ in range(NUM_LOSSES):
+            victim = cluster.actor(kind)
+            victim.kill()
+            stream = await stream_one(client, PROMPTS[0], MAX_TOKENS, Stream())
+            assert (stream.error, stream.text) == (None, undisturbed[0])
+            waits_s.append(stream.longest_gap_s)  # before the first token, or between two of them
+            await asyncio.to_thread(assert_serves, cluster)
+            assert cluster.actor(kind).pid != victim.pid
+    assert min(waits_s) < SOON_S, waits_s
 
 
 @pytest.mark.parametrize("kinds", slow(("Router",), ("Router", "ColocatedWorker")))

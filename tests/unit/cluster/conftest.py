@@ -7,16 +7,16 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from alignedserve.cluster import serving_cluster as running
 from alignedserve.cluster.deployments.orders import AdminRequest, Answer
-from alignedserve.cluster.hosts import cluster as running
-from alignedserve.cluster.hosts import ray_directory
-from alignedserve.cluster.hosts.cluster import ClusterOnHosts
+from alignedserve.cluster.hosts import ray_directory, succession
 from alignedserve.cluster.hosts.record import ClusterRecord
+from alignedserve.cluster.serving_cluster import ServingCluster
 from tests.unit.cluster.driven_cluster import NODES, started
 
 
 @pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[ClusterOnHosts]:
+def cluster(tmp_path: Path) -> Iterator[ServingCluster]:
     made = started(tmp_path, {"gateway": {"host": "0.0.0.0"}, "topology": "disaggregated"})
     yield made
     made._leave_ray()
@@ -39,12 +39,13 @@ def announced(store: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> list[
     records: list[ClusterRecord] = []
     monkeypatch.setattr(running, "write_record", records.append)
     monkeypatch.setattr(running, "alive_nodes", lambda: NODES[:2])
+    monkeypatch.setattr(succession, "answers_so_far", lambda calls: {})
     return records
 
 
 @pytest.fixture
 def answered(
-    cluster: ClusterOnHosts, announced: list[ClusterRecord], store: dict[str, bytes]
+    cluster: ServingCluster, announced: list[ClusterRecord], store: dict[str, bytes]
 ) -> Callable[[AdminRequest], Answer | None]:
     """What a driver answers to an order when it has looked once; None: it is being carried out."""
 

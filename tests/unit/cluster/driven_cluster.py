@@ -6,7 +6,6 @@ from typing import Any
 
 from alignedserve.cluster.actor_factory import ActorClasses, ActorFactory, PreparedNode
 from alignedserve.cluster.deployments.logic import DeploymentsLogic
-from alignedserve.cluster.hosts.cluster import ClusterOnHosts, HostsSetup
 from alignedserve.cluster.hosts.ray_directory import RayDirectory
 from alignedserve.cluster.hosts.succession import Succession
 from alignedserve.cluster.memory_planner import Machine
@@ -16,7 +15,7 @@ from alignedserve.cluster.nodes.members import HostedModel, Member
 from alignedserve.cluster.nodes.plan import NodeResources, plan_cluster
 from alignedserve.cluster.nodes.ray_nodes import RayNode
 from alignedserve.cluster.placement import NodeCapacity
-from alignedserve.cluster.serving_cluster import DriverSetup
+from alignedserve.cluster.serving_cluster import DriverSetup, ServingCluster
 from alignedserve.cluster.starting import LoggingObserver
 from alignedserve.config.model_settings import ModelSettings
 from alignedserve.config.sections import MIB, ModelSectionConfig
@@ -64,10 +63,11 @@ def joined(folder: Path, settings: dict[str, Any]) -> tuple[Joining, list[Member
     return Joining(plan, {"": HostedModel(plan, {"model": {}}, None)}, "c", 2), members
 
 
-def started(folder: Path, settings: dict[str, Any], logic: DeploymentsLogic | None = None) -> ClusterOnHosts:
+def started(folder: Path, settings: dict[str, Any], logic: DeploymentsLogic | None = None) -> ServingCluster:
     """Return a cluster of two nodes, none of whose actors exist. `logic`: of a former driver."""
     made, members = joined(folder, settings)
     made.logic = logic or made.logic
     factory = ActorFactory(POCKET, ActorClasses(None, None))
-    brought = DriverSetup(ModelSettings({}, ({},)), NodeAdmission, LoggingObserver())
-    return ClusterOnHosts(made, members, factory, HostsSetup(brought, Succession("asked")))
+    common = ModelSettings({}, ({},))
+    setup = DriverSetup(common, NodeAdmission, LoggingObserver(), succession=Succession("asked"))
+    return ServingCluster(made, members, factory, setup)

@@ -7,8 +7,8 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from alignedserve.cluster.deployments import division
-from alignedserve.cluster.deployments.division import (
+from alignedserve.cluster.deployments import planning
+from alignedserve.cluster.deployments.planning import (
     AssignableModel,
     AssignableNode,
     HeldMemory,
@@ -118,7 +118,7 @@ def test_a_deployment_holds_the_memory_of_its_grammars(monkeypatch: pytest.Monke
     )
     held = [holding_of(config, served, gpus) for gpus in ((), ("cuda:0",))]
     taken = worker_bytes(config, served)
-    monkeypatch.setattr(division, "worker_grammar_bytes", lambda _: 0)
+    monkeypatch.setattr(planning, "worker_grammar_bytes", lambda _: 0)
     without = [holding_of(config, served, gpus) for gpus in ((), ("cuda:0",))]
     grammars = config.num_workers * worker_grammar_bytes(served)
     assert [one.host_bytes - other.host_bytes for one, other in zip(held, without, strict=True)] == [grammars, grammars]

@@ -5,9 +5,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from alignedserve.cluster.memory_planner import Machine
+from alignedserve.cluster.memory_planner import Machine, choose_sizes
 from alignedserve.cluster.preflight import check_configuration
-from alignedserve.cluster.sizing import choose_sizes
 from alignedserve.config.loading import load_config
 from alignedserve.config.sections import ClusterConfig, LoraConfig, ModelSectionConfig, Topology
 from alignedserve.core.errors import ConfigError, UnsupportedModel

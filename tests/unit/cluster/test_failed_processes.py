@@ -2,7 +2,6 @@
 
 import math
 import random
-from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -10,9 +9,21 @@ from ray.exceptions import ActorDiedError
 from typing_extensions import override
 
 from alignedserve.cluster import watchdog
+from alignedserve.cluster.desired import (
+    FIRST_PAUSE_S,
+    LONGEST_PAUSE_S,
+    SETTLED_S,
+    Act,
+    ClusterStep,
+    Failures,
+    Health,
+    ProcessState,
+    SeenCluster,
+    WantedCluster,
+    reconcile,
+)
 from alignedserve.cluster.hosts.record import ActorRecord, NodeRecord
-from alignedserve.cluster.restarts import FIRST_PAUSE_S, LONGEST_PAUSE_S, SETTLED_S, Health, ProcessState, Restarts
-from alignedserve.cluster.watchdog import FailedProcesses
+from alignedserve.cluster.serving_cluster import ServingCluster
 from alignedserve.core.errors import ResourceError
 from tests.support.marks import each
 
@@ -43,7 +54,7 @@ class FakeActor:
         return self
 
 
-def failures(restarts: Restarts, since: float, count: int) -> list[float]:
+def failures(restarts: Failures, since: float, count: int) -> list[float]:
     """Let every start fail; return the times at which the process was started again."""
     times: list[float] = []
     now = since
@@ -57,14 +68,14 @@ def failures(restarts: Restarts, since: float, count: int) -> list[float]:
 
 
 def test_each_failed_start_doubles_the_pause() -> None:
-    times = failures(Restarts(), 0.0, 8)
+    times = failures(Failures(), 0.0, 8)
     pauses = [after - before for before, after in zip([0.0, *times], times, strict=False)]
     assert pauses == pytest.approx([5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 160.0, 160.0], abs=1.0)
     assert (FIRST_PAUSE_S, LONGEST_PAUSE_S) == (5.0, 160.0)
 
 
 def test_a_process_is_failing_from_its_second_failed_start_until_it_is_up() -> None:
-    restarts = Restarts()
+    restarts = Failures()
     (first,) = failures(restarts, 0.0, 1)
     assert restarts.failing == set()
     restarts.look({"decode-1": FAILED}, first)
@@ -76,7 +87,7 @@ def test_a_process_is_failing_from_its_second_failed_start_until_it_is_up() -> N
 
 
 def test_thousands_of_failed_starts_keep_the_longest_pause() -> None:
-    restarts, now = Restarts(), 0.0
+    restarts, now = Failures(), 0.0
     for _ in range(3000):
         assert restarts.look({"decode-1": FAILED}, now) == []
         now += LONGEST_PAUSE_S
@@ -87,7 +98,7 @@ def test_thousands_of_failed_starts_keep_the_longest_pause() -> None:
 
 @pytest.mark.parametrize(("up_s", "is_first"), [(SETTLED_S, True), (SETTLED_S / 2, False)])
 def test_a_process_that_has_served_for_a_minute_fails_for_the_first_time(up_s: float, is_first: bool) -> None:
-    restarts = Restarts()
+    restarts = Failures()
     last = failures(restarts, 0.0, 4)[-1]
     for now in (last, last + up_s):
         assert restarts.look({"decode-1": UP}, now) == []
@@ -98,7 +109,7 @@ def test_a_process_that_has_served_for_a_minute_fails_for_the_first_time(up_s: f
 
 
 def test_one_that_has_ended_is_ray_s_to_start_again_and_one_that_is_gone_is_forgotten() -> None:
-    restarts = Restarts()
+    restarts = Failures()
     assert restarts.look({"pool-1": ENDED}, 0.0) == []
     assert restarts.problems == {"pool-1": "its process has ended and starts again"}
     assert restarts.look({"pool-1": ENDED}, 1000.0) == []
@@ -111,7 +122,7 @@ def test_one_that_has_ended_is_ray_s_to_start_again_and_one_that_is_gone_is_forg
 @each("seed", range(20))
 def test_over_random_histories_failing_processes_are_named_and_started_again_and_others_left_alone(seed: int) -> None:
     rng = random.Random(seed)
-    restarts, now = Restarts(), 0.0
+    restarts, now = Failures(), 0.0
     healths: dict[str, Health] = {}
     failing_s: dict[str, float] = {}  # since when a process fails without having been started again
     for _ in range(400):
@@ -137,34 +148,41 @@ def test_over_random_histories_failing_processes_are_named_and_started_again_and
         assert not any(healths[one] == UP for one in restarts.problems)
 
 
-def test_a_start_that_ray_refuses_is_tried_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = [0.0]
-    monkeypatch.setattr("alignedserve.cluster.watchdog.time.monotonic", lambda: clock[0])
+def test_a_start_that_ray_refuses_is_tried_again_later(
+    cluster: ServingCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
     healths: dict[str, Health] = {"decode-1": DEAD, "decode-2": STARTING}
-    tried: list[float] = []
+    wanted, now, tried = WantedCluster(), 0.0, list[float]()
+    monkeypatch.setattr(cluster, "_wanted", wanted)
 
     def start_again(name: str) -> None:
-        tried.append(clock[0])
+        tried.append(now)
         if len(tried) == 1:
             raise ValueError(f"the name {name} is taken")
         healths[name] = STARTING
 
-    failed = FailedProcesses(lambda: healths, start_again)
-    news: list[Mapping[str, str]] = []
+    monkeypatch.setattr(cluster, "_start_again", start_again)
+    monkeypatch.setattr(cluster, "healths", lambda: healths)
+    monkeypatch.setattr(cluster, "actors", lambda: dict(healths))
+    news: list[str] = []
     while len(tried) < 2:
-        if failed.look():
-            news.append(failed.problems)
-        clock[0] += 1.0
+        for step in reconcile(wanted, SeenCluster({}, {}, healths=healths), now):
+            assert step == ClusterStep(Act.START_AGAIN, "decode-1")
+            cluster._perform(step)
+        news += [text for text in wanted.failures.problems.values() if text not in news]
+        now += 1.0
     assert tried == [5.0, 16.0]
-    assert [next(iter(one.values())).split(",")[0] for one in news] == [
+    assert [one.split(",")[0] for one in news] == [
         *("1 failed start", "starts again after 1 failed start: MemoryError: no memory"),
         *("2 failed starts", "starts again after 2 failed starts: MemoryError: no memory"),
     ]
-    assert failed.are_awaited(["decode-2"])
-    assert not failed.are_awaited(["decode-1"])
+    assert cluster._are_awaited(["decode-2"])
+    assert not cluster._are_awaited(["decode-1"])
     healths["decode-1"] = UP
-    assert failed.look()
-    assert failed.problems == {}
+    assert reconcile(wanted, SeenCluster({}, {}, healths=healths), now) == []
+    assert wanted.failures.problems == {}
+    cluster._perform(ClusterStep(Act.START_AGAIN, "decode-9"))  # its node has just ended
+    assert len(tried) == 2
 
 
 @pytest.mark.parametrize(

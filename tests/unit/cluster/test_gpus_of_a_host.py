@@ -15,8 +15,7 @@ from alignedserve.cli.commands import doctor
 from alignedserve.cluster import preflight
 from alignedserve.cluster.launch import _claimed
 from alignedserve.cluster.machine import GpusTaken, claim_gpus, free_by_uuid, this_machine, with_gpus
-from alignedserve.cluster.memory_planner import Machine
-from alignedserve.cluster.sizing import choose_sizes
+from alignedserve.cluster.memory_planner import Machine, choose_sizes
 from alignedserve.config.unset_sizes import from_mapping
 from alignedserve.costmodel.hardware import HARDWARE
 from alignedserve.runtime.device_check.choice import DeviceChoice

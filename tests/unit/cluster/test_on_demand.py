@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from alignedserve.cluster.deployments.driver import DeploymentsDriver
-from alignedserve.cluster.deployments.logic import DeploymentsLogic, DeploymentStage, DeploymentStanding, LeftDeployment
+from alignedserve.cluster.deployments.logic import Deployment, DeploymentsLogic
 from alignedserve.cluster.deployments.on_demand import (
     DOCUMENTS_TURN_S,
     RETRY_S,
@@ -133,15 +133,15 @@ def test_a_model_that_falls_asleep_keeps_the_adapters_that_were_loaded() -> None
     order, loaded = AddModel("/docs", "docs"), LoraAdapter("new", "/new", b"d" * 16)
     deployed = ServedDeployment(replace(POCKET, name="docs"), 16, PrefixCacheConfig(), phase=DeploymentPhase.SLEEPING)
     models, others = OnDemandModels([ModelOnDemand(order, deployed, 60.0)]), AddModel("/other")
-    assert models.beside(order, ()) == Asleep()  # it was never awake
+    assert models.beside(order, {}) == Asleep()  # it was never awake
     models.note_left("docs", "2", (loaded,))
-    (asleep,) = models.sleeping(())
+    (asleep,) = models.sleeping({})
     assert asleep.served.adapters == (loaded,)
-    assert models.beside(order, ()) == Asleep(former="2")  # which it has them from
-    assert models.beside(others, ()) == Asleep((asleep.served,))
-    assert models.beside(others, [DeploymentStanding("3", "docs", DeploymentStage.SERVING, 0)]) == Asleep()
+    assert models.beside(order, {}) == Asleep(former="2")  # which it has them from
+    assert models.beside(others, {}) == Asleep((asleep.served,))
+    assert models.beside(others, {"docs": "3"}) == Asleep()
     models.forget("docs")
-    assert models.beside(others, ()) == Asleep()
+    assert models.beside(others, {}) == Asleep()
 
 
 def test_a_model_that_falls_asleep_and_wakes_keeps_its_place_among_the_others() -> None:
@@ -149,9 +149,7 @@ def test_a_model_that_falls_asleep_and_wakes_keeps_its_place_among_the_others() 
         return ServedDeployment(replace(POCKET, name=name), 16, PrefixCacheConfig(), phase=phase)
 
     def serving(**names: str) -> DeploymentsLogic:
-        return DeploymentsLogic(
-            [LeftDeployment(one, name, DeploymentStage.SERVING) for one, name in names.items()], len(names)
-        )
+        return DeploymentsLogic([Deployment(one, name) for one, name in names.items()], len(names))
 
     names = {"d1": "first", "d2": "second", "d3": "first", "d4": "third"}
     site: Any = SimpleNamespace(

@@ -16,9 +16,9 @@ import torch
 from msgspec.structs import replace
 
 from alignedserve.cluster import preflight
+from alignedserve.cluster.memory_planner import with_block_size
 from alignedserve.cluster.placement import DeploymentPlacement, NodeCapacity, engines_of
 from alignedserve.cluster.preflight import check_configuration, window_cache_of
-from alignedserve.cluster.sizing import with_block_size
 from alignedserve.config.sections import (
     MIB,
     ClusterConfig,

@@ -1,20 +1,22 @@
-"""Workers that are restarted one after the other: what is drained when, and when the next one's turn is."""
+"""Workers that are restarted one after the other: what is drained when, and when the next worker's turn is."""
 
-from collections.abc import Callable
-from types import SimpleNamespace
+from collections.abc import Callable, Sequence
 
 import pytest
 
-from alignedserve.cluster.deployments.orders import (
-    Answer,
-    DeploymentReport,
-    OrderDone,
-    OrderRefused,
-    Remark,
-    RestartWorkers,
+from alignedserve.cluster.deployments.orders import AdminRequest, Answer, DeploymentReport, OrderRefused, RestartWorkers
+from alignedserve.cluster.desired import (
+    RETURN_S,
+    Act,
+    ClusterStep,
+    RollingRestart,
+    SeenCluster,
+    SeenNode,
+    WantedCluster,
+    reconcile,
 )
-from alignedserve.cluster.draining.drains import Drains
-from alignedserve.cluster.draining.rolling_restart import RETURN_S, RollingRestart, WorkerRestarts
+from alignedserve.cluster.serving_cluster import ServingCluster
+from alignedserve.core.errors import ResourceError
 
 DEPLOYMENTS = (
     DeploymentReport("", "first", "", "serving", 0, workers=("decode-0", "decode-1")),
@@ -22,150 +24,152 @@ DEPLOYMENTS = (
 )
 
 
-class WorkersMemory:
-    """Workers that keep what was asked of them."""
+class Rolling:
+    """A restart of two workers, and what they report."""
 
     def __init__(self) -> None:
-        self.asked: list[tuple[str, str, float]] = []
-        self.registrations: dict[str, str] = {"decode-0": "a-1", "decode-1": "a-2"}
-        self.lost: set[str] = set()  # with their nodes
-        self.gone: set[str] = set()  # with their models
+        within_s = dict.fromkeys(("decode-0", "decode-1"), 60.0)
+        self.wanted = WantedCluster(restart=RollingRestart("x", list(within_s), within_s))
+        self.registrations = {"decode-0": "a-1", "decode-1": "a-2"}
+        self.routers = {"router"}
+        self.workers: tuple[str, ...] = ("decode-0", "decode-1")
 
-    def begin_drain(self, name: str, within_s: float) -> None:
-        self.asked.append(("drain", name, within_s))
-
-    def is_draining(self, name: str) -> bool:
-        return name not in self.lost
-
-    def has_model(self, name: str) -> bool:
-        return name not in self.gone
-
-    def end_drain(self, name: str) -> None:
-        self.asked.append(("end", name, 0.0))
-
-    def restart(self, name: str) -> None:
-        self.asked.append(("restart", name, 0.0))
-
-    def registration(self, name: str) -> str | None:
-        return self.registrations.get(name)
+    def look(self, drained: Sequence[str], now: float) -> list[ClusterStep]:
+        """Return the steps. `drained`: workers with nothing left."""
+        host = ("h", "10.0.0.1")
+        seen = SeenCluster(
+            {"id": host},
+            {"id": SeenNode("node-0", host, self.workers)},
+            left=dict.fromkeys(drained, 0),
+            registrations=self.registrations,
+            routers=self.routers,
+        )
+        return reconcile(self.wanted, seen, now)
 
 
-def rolling(workers: WorkersMemory, within_s: Callable[[str], float] = lambda name: 60.0) -> RollingRestart:
-    return RollingRestart(("decode-0", "decode-1"), within_s, workers, lambda text: None)
+@pytest.fixture
+def rolling() -> Rolling:
+    return Rolling()
 
 
-def test_a_worker_that_is_lost_while_it_drains_ends_the_restart() -> None:
-    workers = WorkersMemory()
-    restart = rolling(workers)
-    assert restart.look([], 1.0) is None
-    workers.lost.add("decode-0")
-    over = restart.look([], 2.0)
-    assert over is not None
-    assert (over.has_failed, over.text) == (True, "decode-0 drains no more; the others were left as they are")
+def say(text: str) -> ClusterStep:
+    return ClusterStep(Act.SAY, "x", text)
 
 
-def test_the_next_one_drains_once_the_former_is_registered_anew() -> None:
-    workers = WorkersMemory()
-    restart = rolling(workers)
-    for drained in ([], [], ["decode-0"]):
-        assert restart.look(drained, 1.0) is None
-    assert workers.asked == [("drain", "decode-0", 60.0), ("restart", "decode-0", 0.0)]
-    restart.look([], 2.0)  # the former process is still registered
-    del workers.registrations["decode-0"]
-    restart.look([], 3.0)
-    assert len(workers.asked) == 2
-    workers.registrations["decode-0"] = "a-3"
-    restart.look([], 4.0)
-    assert workers.asked[2:] == [("drain", "decode-1", 60.0)]
-    restart.look(["decode-1"], 5.0)
-    workers.registrations["decode-1"] = "a-4"
-    over = restart.look([], 6.0)
-    assert over is not None
-    assert (over.text, over.has_failed) == ("2 workers were restarted, one after the other.", False)
+def test_a_worker_that_is_lost_while_it_drains_ends_the_restart(rolling: Rolling) -> None:
+    assert rolling.look([], 1.0) == [say("decode-0 drains")]
+    rolling.wanted.drains.clear()  # as its node is lost
+    assert rolling.look([], 2.0) == [
+        ClusterStep(Act.REFUSE, "x", "decode-0 drains no more; the others were left as they are")
+    ]
+    assert rolling.wanted.restart is None
 
 
-def test_one_that_does_not_return_ends_the_restart() -> None:
-    workers = WorkersMemory()
-    restart = rolling(workers)
-    restart.look([], 0.0)
-    restart.look(["decode-0"], 1.0)
-    assert restart.look([], RETURN_S) is None
-    over = restart.look([], RETURN_S + 2.0)
-    assert over is not None
-    assert over.has_failed
-    assert ("drain", "decode-1", 60.0) not in workers.asked
+def test_the_next_one_drains_once_the_former_is_registered_anew(rolling: Rolling) -> None:
+    assert rolling.look([], 1.0) == [say("decode-0 drains")]
+    assert rolling.wanted.due_to_move(61.0) == ("decode-0",)
+    assert rolling.look([], 1.0) == []
+    assert rolling.look(["decode-0"], 1.0) == [ClusterStep(Act.RESTART, "decode-0")]
+    assert rolling.wanted.drains == {}
+    assert rolling.look([], 2.0) == []  # the former process is still registered
+    del rolling.registrations["decode-0"]
+    assert rolling.look([], 3.0) == []
+    rolling.registrations["decode-0"] = "a-3"
+    assert rolling.look([], 4.0) == [say("decode-0 serves again after 3.0 s"), say("decode-1 drains")]
+    assert rolling.look(["decode-1"], 5.0) == [ClusterStep(Act.RESTART, "decode-1")]
+    rolling.registrations["decode-1"] = "a-4"
+    served = say("decode-1 serves again after 1.0 s")
+    assert rolling.look([], 6.0) == [
+        served,
+        ClusterStep(Act.DONE, "x", "2 workers were restarted, one after the other."),
+    ]
+
+
+def test_one_that_does_not_return_ends_the_restart(rolling: Rolling) -> None:
+    rolling.look([], 0.0)
+    rolling.look(["decode-0"], 1.0)
+    assert rolling.look([], RETURN_S) == []
+    (step,) = rolling.look([], RETURN_S + 2.0)
+    assert step == ClusterStep(Act.REFUSE, "x", "decode-0 does not serve again; the others were left as they are")
+    assert rolling.wanted.drains == {}
 
 
 def test_one_whose_model_ends_meanwhile_is_passed_over() -> None:
     for is_asked in (False, True):  # before its end, or not
-        workers = WorkersMemory()
-        restart = rolling(workers)
-        restart.look([], 0.0)
+        rolling = Rolling()
+        rolling.look([], 0.0)
         if is_asked:
-            restart.look(["decode-0"], 1.0)
-        workers.gone.add("decode-0")
-        assert restart.look([], 2.0) is None
-        assert workers.asked[-2:] == [("end", "decode-0", 0.0), ("drain", "decode-1", 60.0)]
-        workers.gone.add("decode-1")
-        over = restart.look([], 3.0)
-        assert over is not None
-        assert (over.text, over.has_failed) == ("No worker was restarted: their models have ended.", False)
+            rolling.look(["decode-0"], 1.0)
+        rolling.routers.clear()
+        assert rolling.look([], 2.0) == [
+            say("decode-0 is gone with its model"),
+            ClusterStep(Act.DONE, "x", "No worker was restarted: their models have ended."),
+        ]
+        assert rolling.wanted.drains == {}
 
 
-def test_a_model_that_sleeps_has_no_router() -> None:
-    drains = Drains()
-    made = restarts(drains, [])
-    made.order("1", RestartWorkers(), DEPLOYMENTS)
-    made.look([])
-    assert [made.has_model(name) for name in ("decode-0", "decode-0.m2", "decode-0.m3")] == [True, True, False]
-    made.end_drain("decode-0")
-    assert drains.workers == ()
+def test_one_that_is_gone_before_its_turn_is_passed_over(rolling: Rolling) -> None:
+    rolling.workers = ("decode-1",)
+    assert rolling.look([], 0.0) == [say("decode-1 drains")]
 
 
-def test_a_drain_that_lasts_is_no_failure() -> None:
-    restart = rolling(WorkersMemory())
-    restart.look([], 0.0)
-    assert restart.look([], 10.0 * RETURN_S) is None
+def test_a_drain_that_lasts_is_no_failure(rolling: Rolling) -> None:
+    assert rolling.wanted.restart is not None
+    rolling.wanted.restart.within_s = {"decode-0": 100.0 * RETURN_S}
+    rolling.look([], 0.0)
+    assert rolling.look([], 10.0 * RETURN_S) == []
 
 
-@pytest.fixture(autouse=True)
-def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let no call of an actor end."""
-    monkeypatch.setattr("alignedserve.cluster.draining.rolling_restart.has_ended", lambda call: False)
+def test_the_next_driver_goes_on_with_the_worker_that_drains(rolling: Rolling) -> None:
+    rolling.look([], 100.0)
+    rolling.wanted.resume(1.0)  # the clock of a host that was started anew
+    assert rolling.look([], 2.0) == []
+    assert rolling.look(["decode-0"], 3.0) == [ClusterStep(Act.RESTART, "decode-0")]
 
 
-def restarts(drains: Drains, answers: list[tuple[str, Answer]]) -> WorkerRestarts:
-    asked = SimpleNamespace(remote=lambda: "a call")
-    actors = dict.fromkeys(("router", "router.m2"), SimpleNamespace(registrations=asked))
-    return WorkerRestarts(drains, lambda: actors, lambda order_id, answer: answers.append((order_id, answer)))
+# --- orders
 
 
-def test_an_order_is_begun_once_and_another_one_is_refused_meanwhile() -> None:
-    drains, answers = Drains(), list[tuple[str, Answer]]()
-    made = restarts(drains, answers)
-    for _ in range(2):  # orders of hosts are read again until they are answered
-        made.order("1", RestartWorkers(), DEPLOYMENTS)
-        made.look([])
-    made.order("2", RestartWorkers(), DEPLOYMENTS)
-    assert answers == [("1", Remark("decode-0 drains")), ("2", OrderRefused("the workers are being restarted already"))]
-    assert drains.workers == ("decode-0",)
-    assert [made.takes(name) for name in ("decode-0", "decode-1", "decode-0.m2", "decode-7")] == [True] * 3 + [False]
+def test_an_order_is_begun_once_and_another_one_is_refused_meanwhile(cluster: ServingCluster) -> None:
+    wishes, wanted = cluster._wishes, cluster._wanted
+    wishes.restart("1", RestartWorkers(), DEPLOYMENTS)
+    assert wanted.restart is not None
+    assert wanted.restart.waiting == ["decode-0", "decode-1", "decode-0.m2"]
+    with pytest.raises(ResourceError, match="the workers are being restarted already"):
+        wishes.restart("2", RestartWorkers(), DEPLOYMENTS)
+    assert wanted.restart.order_id == "1"
 
 
-def test_the_only_worker_of_its_kind_is_not_waited_for() -> None:
-    drains, answers = Drains(), list[tuple[str, Answer]]()
-    restarts_of_second = restarts(drains, answers)
-    restarts_of_second.order("1", RestartWorkers("second"), DEPLOYMENTS)
-    restarts_of_second.look([])
-    assert drains.workers == drains.due_to_move(float("inf")) == ("decode-0.m2",)
-    assert drains.finished(1e9, {"decode-0.m2": 1}) == ["decode-0.m2"]
+def test_the_only_worker_of_its_kind_is_not_waited_for(cluster: ServingCluster) -> None:
+    cluster._wishes.restart("1", RestartWorkers(), DEPLOYMENTS)
+    assert cluster._wanted.restart is not None
+    assert cluster._wanted.restart.within_s == {"decode-0": 60.0, "decode-1": 60.0, "decode-0.m2": 0.0}
 
 
-def test_what_cannot_be_restarted_is_said() -> None:
-    drains, answers = Drains(), list[tuple[str, Answer]]()
-    made = restarts(drains, answers)
-    made.order("1", RestartWorkers("third"), DEPLOYMENTS)
-    made.order("2", RestartWorkers(drains_within_s=-1.0), DEPLOYMENTS)
-    assert [isinstance(answer, OrderRefused) for _, answer in answers] == [True, True]
-    assert "third" in str(answers[0][1])
-    assert not isinstance(answers[0][1], OrderDone)
+def test_an_order_that_a_former_driver_has_begun_is_not_begun_again(
+    cluster: ServingCluster, answered: Callable[[AdminRequest], Answer | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster._drain_watch, "look", lambda actors: None)
+    cluster._wanted.restart = RollingRestart("x", [], {}, "decode-1", has_drained=True, since_s=float("inf"))
+    cluster._actors["node-0"] = {"router": None}
+    assert answered(RestartWorkers()) is None
+    assert cluster._wanted.restart.current == "decode-1"
+
+
+@pytest.mark.parametrize(
+    ("order", "problem"),
+    [(RestartWorkers("third"), "third"), (RestartWorkers(drains_within_s=-1.0), "number of seconds")],
+)
+def test_what_cannot_be_restarted_is_said(
+    answered: Callable[[AdminRequest], Answer | None], order: RestartWorkers, problem: str
+) -> None:
+    refused = answered(order)
+    assert isinstance(refused, OrderRefused)
+    assert problem in refused.reason
+
+
+def test_workers_that_drain_are_left_alone(cluster: ServingCluster) -> None:
+    cluster._wishes._end_later("decode-0", 60.0)
+    cluster._wishes.restart("1", RestartWorkers("first"), DEPLOYMENTS)
+    assert cluster._wanted.restart is not None
+    assert cluster._wanted.restart.waiting == ["decode-1"]

@@ -6,8 +6,14 @@ from typing import Any
 import pytest
 
 from alignedserve.cluster import memory_planner
-from alignedserve.cluster.memory_planner import Kept, Machine, MemoryPlanner, worker_grammar_bytes
-from alignedserve.cluster.sizing import SizeChoice, choose_sizes
+from alignedserve.cluster.memory_planner import (
+    Kept,
+    Machine,
+    MemoryPlanner,
+    SizeChoice,
+    choose_sizes,
+    worker_grammar_bytes,
+)
 from alignedserve.config.sections import MIB, ClusterConfig, ModelSectionConfig, Topology
 from alignedserve.config.unset_sizes import DefaultSize, from_mapping
 from alignedserve.core.errors import NotEnoughMemory

@@ -19,8 +19,8 @@ from alignedserve.batches.stores.sqlite_records import SqliteRecords
 from alignedserve.cli.commands.serving.serve import StartScreen
 from alignedserve.cluster import machine, run_folder
 from alignedserve.cluster.batch_storage import _state_folder, open_batch_storage
+from alignedserve.cluster.memory_planner import SizeChoice
 from alignedserve.cluster.run_folder import make_run_folder, make_run_root
-from alignedserve.cluster.sizing import SizeChoice
 from alignedserve.cluster.starting import LoggingObserver, Patience
 from alignedserve.config.environment import RUN_DIR_VARIABLE
 from alignedserve.config.sections import BatchesConfig, ClusterConfig, ModelSectionConfig

@@ -1,5 +1,6 @@
 """One host grows and shrinks while it serves. Without Ray."""
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -7,8 +8,8 @@ from typing import Any
 import pytest
 
 from alignedserve.cluster.actor_factory import ActorClasses, ActorFactory, PreparedNode
-from alignedserve.cluster.deployments.orders import DrainNode, NodeOrder, OrderDone, ScaleWorkers, UndoDrain
-from alignedserve.cluster.draining.worker_scaling import WorkerActors
+from alignedserve.cluster.deployments.orders import Answer, DrainNode, NodeOrder, OrderDone, ScaleWorkers, UndoDrain
+from alignedserve.cluster.desired import RollingRestart, reconcile
 from alignedserve.cluster.nodes.admission import Agent, NodeAdmission
 from alignedserve.cluster.serving_cluster import DriverSetup, ServingCluster
 from alignedserve.cluster.starting import LoggingObserver
@@ -28,16 +29,29 @@ class Host:
         )
         self.cluster = ServingCluster(joining, [member], factory, setup)
         self.changes: list[str] = []
-        self.cluster._workers._workers = WorkerActors(self._create, lambda node, name: self.changes.append(f"-{name}"))
+        self.cluster._wishes._create = self._create
+        self.cluster.remove_worker = self._remove  # type: ignore[method-assign]
         router = SimpleNamespace(num_left=SimpleNamespace(remote=lambda names: dict.fromkeys(names, 1)))
         self.cluster.actors = lambda: {"router": router}  # type: ignore[method-assign]
 
     def _create(self, node: PreparedNode, name: str) -> None:
         self.changes.append(f"+{name}")
 
+    def _remove(self, node: str, name: str) -> None:
+        self.changes.append(f"-{name}")
+
     def said(self, order: NodeOrder) -> str:
-        answer = self.cluster._obey_of_nodes(order)
+        answers: list[Answer] = []
+        self.cluster._answer = lambda order_id, answer: answers.append(answer)  # type: ignore[method-assign]
+        self.cluster._obey("order", order)
+        (answer,) = answers
         return answer.text if isinstance(answer, OrderDone) else f"refused: {answer.reason}"  # type: ignore[union-attr]
+
+    def end_drained(self, name: str) -> None:
+        """Let a worker that may drain have nothing left."""
+        seen = replace(self.cluster._observed(), left={name: 0})
+        for step in reconcile(self.cluster._wanted, seen, 0.0):
+            self.cluster._perform(step)
 
     @property
     def workers(self) -> tuple[str, ...]:
@@ -58,7 +72,8 @@ def test_workers_come_and_go(host: Host) -> None:
     )
     assert host.said(DrainNode("worker-2", 9.0)).endswith("there are worker-0, worker-3")
     assert host.said(UndoDrain("worker-2")) == "worker-2 is used again."
-    host.cluster._end_drained(["worker-2"])
+    assert host.said(DrainNode("worker-2", 9.0)).startswith("worker-2 gets nothing new")
+    host.end_drained("worker-2")
     assert [*host.workers] == ["worker-0", "worker-3"]
     assert "gets nothing new" in host.said(ScaleWorkers({"decode": 1}))
     assert host.changes == ["+worker-2", "+worker-3", "-worker-2"]
@@ -86,11 +101,13 @@ def test_workers_that_others_stand_by_for_keep_their_number(tmp_path: Path) -> N
         assert "keep their number" in host.said(order)
 
 
-def test_the_drains_of_a_restart_are_left_to_it(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_drains_of_a_restart_are_left_to_it(host: Host) -> None:
     host.said(ScaleWorkers({"decode": 2}))
-    restarting = SimpleNamespace(goes_on=True, takes=lambda name: True)
-    monkeypatch.setattr(host.cluster, "_restarts", restarting)
+    host.cluster._wanted.restart = RollingRestart("x", ["worker-2"], {"worker-2": 9.0})
+    host.end_drained("")
+    assert host.cluster._wanted.workers == ("worker-2",)
     for order in (ScaleWorkers({"decode": 1}), DrainNode("worker-2", 1.0), UndoDrain("worker-2")):
         assert host.said(order).startswith("refused: workers are being restarted")
-    assert not host.cluster._end_drained(["worker-2"])
+    host.end_drained("worker-2")
+    assert host.cluster._wanted.restart.has_drained
     assert "worker-2" in host.workers

@@ -19,7 +19,7 @@ from alignedserve.cluster.deployments.orders import (
     StatusReport,
     UndoDrain,
 )
-from alignedserve.cluster.draining.drains import MOVING_S
+from alignedserve.cluster.desired import MOVING_S
 from alignedserve.config.sections import MIB, Topology
 from alignedserve.core.errors import ResourceError
 from alignedserve.core.metrics import in_percent

@@ -30,15 +30,14 @@ from alignedserve.cli.keys.commands import check_keys, show_keys, warn_of_strang
 from alignedserve.cli.options import ServeOptions
 from alignedserve.cli.wiring import start_cluster
 from alignedserve.cluster.deployments.on_demand import ModelOnDemand
-from alignedserve.cluster.draining.drain_watch import LastAnswers
-from alignedserve.cluster.hosts.cluster import ClusterOnHosts
+from alignedserve.cluster.drain_watch import LastAnswers
 from alignedserve.cluster.hosts.orders import connected
 from alignedserve.cluster.hosts.record import ClusterRecord, read_record, recorded_drain_s, recorded_driver
 from alignedserve.cluster.hosts.supervisor import driver_log, end_supervisor, start_supervisor
 from alignedserve.cluster.local_ray.worker_template import WorkerTemplate
+from alignedserve.cluster.memory_planner import SizeChoice
 from alignedserve.cluster.serving_cluster import AskedToStop, ServingCluster
 from alignedserve.cluster.signals import ignore_signals
-from alignedserve.cluster.sizing import SizeChoice
 from alignedserve.config.environment import api_keys, ray_address
 from alignedserve.config.model_settings import ModelSettings, load_models, name_of
 from alignedserve.config.overrides import override_of
@@ -287,13 +286,13 @@ def _welcome(cluster: ServingCluster, seconds: float) -> Panel:
         table.add_row("Chat here", f"[bold]{escape(chat_command(cluster.url, sys.argv[0]))}[/]  (in another terminal)")
         table.add_row("Web page", f"[bold]{cluster.url}/[/]")
     table.add_row("OpenAI API", f"[bold]{cluster.url}/v1[/]")
-    if isinstance(cluster, ClusterOnHosts):
+    if cluster.is_on_hosts:
         for node in cluster.record().nodes:
             table.add_row(f"{node.hostname} {node.address}", node.summary)
     else:
         table.add_row("Gateways", str(cluster.config.gateway.count))
     for plan in cluster.plans:
-        if not isinstance(cluster, ClusterOnHosts):
+        if not cluster.is_on_hosts:
             (choice,) = plan.choices.values()
             table.add_row(f"[bold]{escape(plan.served.name)}[/]", _shape(choice.config))
         _describe(table, plan.served)

@@ -19,8 +19,8 @@ from alignedserve.cluster.deployments.orders import (
     ScaleWorkers,
     UndoDrain,
 )
-from alignedserve.cluster.draining.drain_watch import DrainWatch
-from alignedserve.cluster.draining.drains import MOVING_S, Drains, ProcessDrain
+from alignedserve.cluster.desired import MOVING_S, ProcessDrain, WantedCluster
+from alignedserve.cluster.drain_watch import DrainWatch
 from alignedserve.cluster.hosts.orders import StoredOrders, give_order
 from alignedserve.cluster.hosts.record import DRAINED, NodeRecord
 from alignedserve.cluster.hosts.resizing import (
@@ -39,10 +39,8 @@ NODE = ProcessDrain(("prefill-1", "decode-1", "pool-1"), ("gateway-1",), moves_s
 NOTHING = dict.fromkeys(NODE.names, 0)
 
 
-def drains() -> Drains:
-    made = Drains()
-    made.begin("node-1", NODE)
-    return made
+def drains() -> WantedCluster:
+    return WantedCluster({"node-1": NODE})
 
 
 def test_a_drain_ends_when_nothing_is_left() -> None:
@@ -50,7 +48,7 @@ def test_a_drain_ends_when_nothing_is_left() -> None:
     assert (going_on.workers, going_on.gateways) == (NODE.workers, NODE.gateways)
     assert going_on.finished(1.0, NOTHING | {"gateway-1": 2}) == []
     assert going_on.finished(1.0, NOTHING) == ["node-1"]
-    going_on.end("node-1")
+    del going_on.drains["node-1"]
     assert not going_on.workers
     assert not going_on.gateways
 
@@ -71,13 +69,14 @@ def test_what_is_left_in_the_end_is_moved_and_then_not_waited_for() -> None:
 
 def test_a_drain_can_be_given_another_time() -> None:
     going_on = drains()
-    going_on.begin("node-1", ProcessDrain(NODE.workers, NODE.gateways, moves_s=5.0))
+    going_on.drains["node-1"] = ProcessDrain(NODE.workers, NODE.gateways, moves_s=5.0)
     assert going_on.due_to_move(5.0) == NODE.workers
 
 
 def test_a_drain_goes_on_with_the_time_that_it_had_left_on_a_host_that_was_started_anew() -> None:
     going_on = drains()
     assert going_on.finished(50.0, {}) == []
+    going_on.seen_s = 50.0
     for now in (5.0, 7.0):  # the second time on the same host
         going_on.resume(now)
     assert going_on.due_to_move(14.9) == ()
@@ -202,56 +201,66 @@ class Calls:
         return self._answer(*arguments)
 
 
+class Watched:
+    """A watch, and what it watches."""
+
+    def __init__(self) -> None:
+        self.wanted = WantedCluster()
+        self._watch = DrainWatch(self.wanted)
+
+    def look(self, actors: dict[str, Any]) -> list[str]:
+        """Return the drains that are over."""
+        self._watch.look(actors)
+        return self.wanted.finished(0.0, self._watch.left)
+
+
 @pytest.fixture
-def watch(monkeypatch: pytest.MonkeyPatch) -> tuple[Drains, DrainWatch]:
+def watch(monkeypatch: pytest.MonkeyPatch) -> Watched:
     def get(reference: Any) -> Any:
         if isinstance(reference, RayError):
             raise reference
         return reference
 
-    monkeypatch.setattr("alignedserve.cluster.draining.drain_watch.ray.wait", lambda asked, timeout: (asked, []))
-    monkeypatch.setattr("alignedserve.cluster.draining.drain_watch.ray.get", get)
-    going_on = Drains()
-    return going_on, DrainWatch(going_on)
+    monkeypatch.setattr("alignedserve.cluster.ray_node.ray.wait", lambda asked, timeout, num_returns=1: (asked, []))
+    monkeypatch.setattr("alignedserve.cluster.ray_node.ray.get", get)
+    return Watched()
 
 
-def test_router_and_gateways_are_told_until_nothing_drains(watch: tuple[Drains, DrainWatch]) -> None:
-    going_on, watching = watch
+def test_router_and_gateways_are_told_until_nothing_drains(watch: Watched) -> None:
     left = {"decode-1": 2}
     router = Calls(lambda draining, moved: {name: left.get(name, 0) for name in draining})
     gateway = Calls(lambda is_draining: 0)
     actors = {"router": router, "gateway-0": Calls(lambda is_draining: 9), "gateway-1": gateway}
-    assert watching.look(actors) == []
+    assert watch.look(actors) == []
     assert router.calls == gateway.calls == []
-    going_on.begin("node-1", ProcessDrain(("decode-1",), ("gateway-1",), moves_s=float("inf")))
+    watch.wanted.drains["node-1"] = ProcessDrain(("decode-1",), ("gateway-1",), moves_s=float("inf"))
     for _ in range(3):
-        assert watching.look(actors) == []
+        assert watch.look(actors) == []
     assert router.calls == [(("decode-1",), ())] * 3
     assert gateway.calls == [(True,)] * 3
     router.is_down = True
     left["decode-1"] = 0
-    assert watching.look(actors) == []
-    assert watching.look(actors) == []
+    assert watch.look(actors) == []
+    assert watch.look(actors) == []
     router.is_down = False
-    assert watching.look(actors) == []
-    assert watching.look(actors) == ["node-1"]
-    going_on.end("node-1")
+    assert watch.look(actors) == []
+    assert watch.look(actors) == ["node-1"]
+    del watch.wanted.drains["node-1"]
     for _ in range(3):
-        assert watching.look(actors) == []
+        assert watch.look(actors) == []
     assert router.calls[-1] == ((), ())
     assert gateway.calls[-1] == (False,)
     assert router.calls.count(((), ())) == gateway.calls.count((False,)) == 1
 
 
-def test_a_gateway_that_is_gone_is_not_told(watch: tuple[Drains, DrainWatch]) -> None:
-    going_on, watching = watch
+def test_a_gateway_that_is_gone_is_not_told(watch: Watched) -> None:
     router = Calls(lambda draining, moved: dict.fromkeys(draining, 0))
     gateway = Calls(lambda is_draining: 0)
-    going_on.begin("node-1", ProcessDrain(("decode-1",), ("gateway-1",), moves_s=float("inf")))
-    watching.look({"router": router, "gateway-1": gateway})
-    assert watching.look({"router": router, "gateway-1": gateway}) == ["node-1"]
-    going_on.end("node-1")
-    assert watching.look({"router": router}) == []
+    watch.wanted.drains["node-1"] = ProcessDrain(("decode-1",), ("gateway-1",), moves_s=float("inf"))
+    watch.look({"router": router, "gateway-1": gateway})
+    assert watch.look({"router": router, "gateway-1": gateway}) == ["node-1"]
+    del watch.wanted.drains["node-1"]
+    assert watch.look({"router": router}) == []
     assert gateway.calls == [(True,), (True,)]
 
 

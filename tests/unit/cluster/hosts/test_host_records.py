@@ -25,19 +25,18 @@ from alignedserve.cluster.deployments.orders import (
     ScaleWorkers,
     UndoDrain,
 )
-from alignedserve.cluster.draining.worker_scaling import WorkerActors
-from alignedserve.cluster.hosts import cluster as running
-from alignedserve.cluster.hosts.cluster import ClusterOnHosts
+from alignedserve.cluster.desired import Act, ClusterStep
 from alignedserve.cluster.hosts.record import ClusterRecord
 from alignedserve.cluster.nodes import joining
 from alignedserve.cluster.nodes.admission import Agent
 from alignedserve.cluster.nodes.ray_nodes import RayNode
+from alignedserve.cluster.serving_cluster import ServingCluster
 from alignedserve.core.errors import NotEnoughMemory, PeerLost, ResourceError
 from tests.harnesses.hosts import cluster_demo, namespace_hosts
 from tests.unit.cluster.driven_cluster import NODES, started
 
 
-def test_every_process_with_a_log_is_named_and_every_address_is_one_to_call(cluster: ClusterOnHosts) -> None:
+def test_every_process_with_a_log_is_named_and_every_address_is_one_to_call(cluster: ServingCluster) -> None:
     head, other = cluster.record().nodes
     assert [actor.name for actor in head.actors] == [
         *("driver", "router", "batches-0", "pool-0", "gateway-0", "prefill-0", "decode-0")
@@ -49,27 +48,29 @@ def test_every_process_with_a_log_is_named_and_every_address_is_one_to_call(clus
 @pytest.mark.parametrize(
     ("host", "url"), [("::", "http://[::1]:8000"), ("fd00::1", "http://[fd00::1]:8000"), ("h", "http://h:8000")]
 )
-def test_the_address_of_a_gateway_is_one_to_call(cluster: ClusterOnHosts, host: str, url: str) -> None:
+def test_the_address_of_a_gateway_is_one_to_call(cluster: ServingCluster, host: str, url: str) -> None:
     gateway = msgspec.structs.replace(cluster.config.gateway, host=host)
     cluster.config = msgspec.structs.replace(cluster.config, gateway=gateway)
     assert cluster.url == url
 
 
 def test_a_refused_node_that_leaves_is_no_lost_one(
-    cluster: ClusterOnHosts, announced: list[ClusterRecord], monkeypatch: pytest.MonkeyPatch
+    cluster: ServingCluster, announced: list[ClusterRecord], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alive = list(NODES)
-    monkeypatch.setattr(running, "alive_nodes", lambda: alive)
+    monkeypatch.setattr(serving_cluster, "alive_nodes", lambda: alive)
     cluster.refuse(NODES[2], "it has another Python")
-    assert cluster.check()
-    assert announced == []
+    for _ in range(2):
+        assert cluster.check()
+    (before,) = announced
+    assert [node.problem for node in before.nodes] == ["", "", "it has another Python"]
     alive.remove(NODES[2])
     assert cluster.check()
     assert [node.node_id for node in announced[-1].nodes] == ["id-0", "id-1"]
 
 
 def test_a_node_drains_stays_out_and_is_used_again(
-    cluster: ClusterOnHosts,
+    cluster: ServingCluster,
     announced: list[ClusterRecord],
     answered: Callable[[AdminRequest], Answer | None],
     monkeypatch: pytest.MonkeyPatch,
@@ -89,7 +90,7 @@ def test_a_node_drains_stays_out_and_is_used_again(
     )
     assert after(UndoDrain("host-1")) == ("node-1 is used again.", ["", ""])
     assert answered(UndoDrain("host-1")) == OrderRefused("node-1 neither drains nor has drained")
-    monkeypatch.setattr("alignedserve.cluster.draining.drains.MOVING_S", 0.0)
+    monkeypatch.setattr("alignedserve.cluster.desired.MOVING_S", 0.0)
     assert after(DrainNode("10.0.0.1", 0.0))[1] == ["", "drained"]
     assert announced[-1].nodes[1].actors == ()
     begun: list[RayNode] = []
@@ -117,7 +118,7 @@ def test_a_node_drains_stays_out_and_is_used_again(
     ],
 )
 def test_orders_that_cannot_be_are_refused(
-    cluster: ClusterOnHosts,
+    cluster: ServingCluster,
     answered: Callable[[AdminRequest], Answer | None],
     monkeypatch: pytest.MonkeyPatch,
     order: NodeOrder,
@@ -130,7 +131,7 @@ def test_orders_that_cannot_be_are_refused(
 
 
 def test_more_workers_have_new_names_and_fewer_are_those_with_the_least_work(
-    cluster: ClusterOnHosts, monkeypatch: pytest.MonkeyPatch
+    cluster: ServingCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     created: list[str] = []
     ended: list[str] = []
@@ -139,23 +140,23 @@ def test_more_workers_have_new_names_and_fewer_are_those_with_the_least_work(
     free = SimpleNamespace(available_bytes=SimpleNamespace(remote=lambda: 1 << 40))
     for member in cluster._members.values():
         member.agent = Agent(free, member.agent.book)
-    actors = WorkerActors(lambda node, name: created.append(name), lambda node, name: ended.append(name))
-    monkeypatch.setattr(cluster._workers, "_workers", actors)
+    monkeypatch.setattr(cluster._wishes, "_create", lambda node, name: created.append(name))
+    monkeypatch.setattr(cluster, "remove_worker", lambda node, name: ended.append(name))
     monkeypatch.setattr("alignedserve.cluster.ray_node.ray.get", lambda reference, timeout: reference)
-    said = cluster._workers.scale(ScaleWorkers({"decode": 3}), routers)
+    said = cluster._wishes.scale(ScaleWorkers({"decode": 3}), routers)
     assert (said, created) == ("decode-2 starts on node-0.", ["decode-2"])
     assert [actor.name for actor in cluster.record().nodes[0].actors][-2:] == ["decode-0", "decode-2"]
-    assert "decode-0 gets nothing new" in cluster._workers.scale(ScaleWorkers({"decode": 2}), routers)
-    assert cluster._workers.scale(ScaleWorkers({"decode": 2}), routers) == "There are as many already."
-    cluster._workers.end("decode-0")
+    assert "decode-0 gets nothing new" in cluster._wishes.scale(ScaleWorkers({"decode": 2}), routers)
+    assert cluster._wishes.scale(ScaleWorkers({"decode": 2}), routers) == "There are as many already."
+    cluster._perform(ClusterStep(Act.END_WORKER, "decode-0"))
     assert ended == ["decode-0"]
     assert "decode-0" not in [actor.name for actor in cluster.record().nodes[0].actors]
     free.available_bytes.remote = lambda: 1 << 20
     with pytest.raises(NotEnoughMemory, match=r"node-0 has no room for 2 more workers: .* enough for 0"):
-        cluster._workers.scale(ScaleWorkers({"decode": 6, "prefill": 2}), routers)
+        cluster._wishes.scale(ScaleWorkers({"decode": 6, "prefill": 2}), routers)
 
 
-def test_the_log_of_the_driver_is_closed_with_it(cluster: ClusterOnHosts) -> None:
+def test_the_log_of_the_driver_is_closed_with_it(cluster: ServingCluster) -> None:
     package = logging.getLogger("alignedserve")
     num_handlers = len(package.handlers)
     cluster._leave_ray()
@@ -164,7 +165,7 @@ def test_the_log_of_the_driver_is_closed_with_it(cluster: ClusterOnHosts) -> Non
 
 
 def test_a_worker_whose_name_is_taken_is_none_of_the_cluster(
-    cluster: ClusterOnHosts, monkeypatch: pytest.MonkeyPatch
+    cluster: ServingCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def is_taken(node: PreparedNode, name: str) -> None:
         raise ValueError(f"the name {name} is taken")
@@ -173,13 +174,13 @@ def test_a_worker_whose_name_is_taken_is_none_of_the_cluster(
     monkeypatch.setattr(cluster, "add_worker", is_taken)
     member = cluster._members["id-0"]
     with pytest.raises(PeerLost, match="decode-2 cannot be started, try again"):
-        cluster._workers._add("decode", member, "")
+        cluster._wishes._add("decode", member, "")
     assert [member.prepared.share for member in cluster._members.values()] == before
 
 
 @pytest.mark.parametrize(("served_s", "is_left"), [(60.0, True), (1.0, False)])
 def test_a_driver_that_fails_leaves_a_cluster_that_has_served(
-    cluster: ClusterOnHosts, monkeypatch: pytest.MonkeyPatch, served_s: float, is_left: bool
+    cluster: ServingCluster, monkeypatch: pytest.MonkeyPatch, served_s: float, is_left: bool
 ) -> None:
     ended: list[str] = []
     monkeypatch.setattr(type(cluster), "_leave_ray", lambda self: ended.append("ray"))
@@ -221,7 +222,7 @@ def test_only_one_set_of_hosts_is_made_at_a_time(tmp_path: Path, monkeypatch: py
     namespace_hosts._take_turn().close()
 
 
-def test_limits_keep_the_shares_of_the_start(cluster: ClusterOnHosts, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_limits_keep_the_shares_of_the_start(cluster: ServingCluster, monkeypatch: pytest.MonkeyPatch) -> None:
     states: list[SharedState] = []
 
     def create(node: PreparedNode, state: SharedState, *, drives_batches: bool) -> dict[str, Any]:

@@ -6,22 +6,7 @@ from typing import Any
 
 import pytest
 
-from alignedserve.cluster.hosts.membership import (
-    Announce,
-    CancelPreparation,
-    DrainAsked,
-    DrainUndone,
-    EndNode,
-    ForgetNode,
-    Membership,
-    MembershipCommand,
-    NodeDrained,
-    NodeJoined,
-    NodePostponed,
-    NodeRefused,
-    NodesSeen,
-    PrepareNode,
-)
+from alignedserve.cluster.desired import Act, ClusterStep, ProcessDrain, SeenCluster, SeenNode, WantedCluster, reconcile
 from alignedserve.cluster.nodes.joining import Preparation, Steps
 from alignedserve.cluster.nodes.members import Member
 from alignedserve.cluster.nodes.ray_nodes import RayNode
@@ -31,188 +16,251 @@ from tests.support.marks import each
 NODE = RayNode("id", "10.0.0.1", "spare", is_head=False)
 
 
+def prepare(node_id: str) -> ClusterStep:
+    return ClusterStep(Act.PREPARE, node_id)
+
+
 def hosts(*node_ids: str) -> dict[str, tuple[str, str]]:
     """Ids of the same host differ in what follows the dot."""
     return {node_id: (node_id.partition(".")[0], "10.0.0.1") for node_id in node_ids}
 
 
-def seen(*node_ids: str) -> NodesSeen:
-    return NodesSeen(hosts(*node_ids))
+class Nodes:
+    """The nodes of a cluster, whose steps are performed at once. Each has a worker of its name."""
+
+    def __init__(self, *members: str) -> None:
+        self.wanted = WantedCluster()
+        self.members = list(members)
+        self.preparing: list[str] = []
+        self.left: dict[str, int] = {}
+
+    def look(self, now: float, *alive: str) -> list[ClusterStep]:
+        members = {node_id: SeenNode(f"node-{node_id}", host) for node_id, host in hosts(*self.members).items()}
+        steps = reconcile(self.wanted, SeenCluster(hosts(*alive), members, tuple(self.preparing), self.left), now)
+        for act, node_id, _ in steps:
+            match act:
+                case Act.PREPARE:
+                    self.preparing.append(node_id)
+                case Act.CANCEL:
+                    self.preparing.remove(node_id)
+                case Act.FORGET | Act.END_NODE:
+                    self.members.remove(node_id)
+        return steps
+
+    def join(self, node_id: str) -> None:
+        self.preparing.remove(node_id)
+        self.members.append(node_id)
+        self.wanted.joined(node_id)
+
+    def refuse(self, node_id: str) -> None:
+        self.preparing.remove(node_id)
+        self.wanted.refuse(node_id, "it differs")
+
+    def postpone(self, node_id: str, now: float) -> None:
+        self.preparing.remove(node_id)
+        self.wanted.postpone(node_id, now)
+
+    def drain(self, node_id: str, *, is_given_back: bool = False) -> None:
+        drain = ProcessDrain((f"decode-{node_id}",), (), float("inf"), is_given_back)
+        self.wanted.drains[f"node-{node_id}"] = drain
+        self.left.pop(f"decode-{node_id}", None)
+
+    def finish(self, node_id: str) -> None:
+        """Let nothing be left on a node."""
+        self.left[f"decode-{node_id}"] = 0
+
+    def undo(self, node_id: str) -> None:
+        self.wanted.use_again(node_id, f"node-{node_id}")
+
+    @property
+    def drained(self) -> list[str]:
+        return list(self.wanted.drained)
 
 
 def test_a_new_node_is_prepared_once_and_joins() -> None:
-    nodes = Membership(hosts("head"))
-    assert nodes.on_event(seen("head", "a"), 0.0) == [PrepareNode("a")]
-    assert nodes.on_event(seen("head", "a"), 1.0) == []
-    assert nodes.on_event(NodeJoined("a"), 2.0) == [Announce()]
-    assert nodes.members == ("head", "a")
-    assert nodes.on_event(seen("head", "a"), 3.0) == []
+    nodes = Nodes("head")
+    assert nodes.look(0.0, "head", "a") == [prepare("a")]
+    assert nodes.look(1.0, "head", "a") == []
+    nodes.join("a")
+    assert nodes.look(3.0, "head", "a") == []
+
+
+def test_a_step_that_was_not_taken_is_given_again() -> None:
+    nodes = Nodes("head")
+    for now in (0.0, 1.0):
+        assert nodes.look(now, "head", "a") == [prepare("a")]
+        nodes.preparing.clear()
 
 
 def test_a_loss_is_seen_while_another_node_is_prepared() -> None:
-    nodes = Membership(hosts("head", "a"))
-    assert nodes.on_event(seen("head", "a", "b"), 0.0) == [PrepareNode("b")]
-    assert nodes.on_event(seen("head", "b"), 1.0) == [ForgetNode("a"), Announce()]
-    assert nodes.on_event(seen("head"), 2.0) == [CancelPreparation("b")]
-    assert nodes.members == ("head",)
+    nodes = Nodes("head", "a")
+    assert nodes.look(0.0, "head", "a", "b") == [prepare("b")]
+    assert nodes.look(1.0, "head", "b") == [ClusterStep(Act.FORGET, "a")]
+    assert nodes.look(2.0, "head") == [ClusterStep(Act.CANCEL, "b")]
 
 
 def test_a_node_that_does_not_answer_is_tried_again_after_longer_and_longer_pauses() -> None:
-    nodes = Membership(hosts("head"))
+    nodes = Nodes("head")
     pauses, now = [], 0.0
     for _ in range(7):
         began = now
-        while not nodes.on_event(seen("head", "a"), now):
+        while not nodes.look(now, "head", "a"):
             now += 0.5
         pauses.append(now - began)
-        assert nodes.on_event(NodePostponed("a"), now) == []
+        nodes.postpone("a", now)
     assert pauses == [0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0]
 
 
 def test_a_refused_node_is_left_alone_until_it_comes_anew() -> None:
-    nodes = Membership(hosts("head"))
-    nodes.on_event(seen("head", "a"), 0.0)
-    assert nodes.on_event(NodeRefused("a", "another Python"), 1.0) == [Announce()]
-    assert nodes.refused == {"a": "another Python"}
-    assert nodes.on_event(seen("head", "a"), 100.0) == []
-    assert nodes.on_event(seen("head"), 101.0) == [Announce()]
-    assert nodes.refused == {}
-    assert nodes.on_event(seen("head", "a"), 102.0) == [PrepareNode("a")]
+    nodes = Nodes("head")
+    nodes.look(0.0, "head", "a")
+    nodes.refuse("a")
+    assert nodes.look(100.0, "head", "a") == []
+    assert nodes.wanted.refused == {"a": "it differs"}
+    assert nodes.look(101.0, "head") == []
+    assert nodes.wanted.refused == {}
+    assert nodes.look(102.0, "head", "a") == [prepare("a")]
 
 
 def test_a_node_that_drains_ends_and_stays_out_until_it_is_undone() -> None:
-    nodes = Membership(hosts("head", "a"))
-    assert nodes.on_event(DrainAsked("a"), 0.0) == [Announce()]
-    assert (nodes.members, nodes.draining) == (("head", "a"), ("a",))
-    assert nodes.on_event(NodeDrained("a"), 1.0) == [EndNode("a"), Announce()]
-    assert (nodes.members, nodes.draining, nodes.drained) == (("head",), (), ("a",))
-    assert nodes.on_event(seen("head", "a"), 2.0) == []
-    assert nodes.on_event(DrainUndone("a"), 3.0) == [Announce()]
-    assert nodes.on_event(seen("head", "a"), 4.0) == [PrepareNode("a")]
+    nodes = Nodes("head", "a")
+    nodes.drain("a")
+    assert nodes.look(0.0, "head", "a") == []
+    nodes.finish("a")
+    assert nodes.look(1.0, "head", "a") == [ClusterStep(Act.END_NODE, "a")]
+    assert (nodes.wanted.drains, nodes.drained) == ({}, ["a"])
+    assert nodes.look(2.0, "head", "a") == []
+    nodes.undo("a")
+    assert nodes.look(4.0, "head", "a") == [prepare("a")]
 
 
 def test_a_drain_that_is_undone_in_time_changes_nothing() -> None:
-    nodes = Membership(hosts("head", "a"))
-    nodes.on_event(DrainAsked("a"), 0.0)
-    assert nodes.on_event(DrainUndone("a"), 1.0) == [Announce()]
-    assert (nodes.members, nodes.draining, nodes.drained) == (("head", "a"), (), ())
+    nodes = Nodes("head", "a")
+    nodes.drain("a")
+    nodes.undo("a")
+    nodes.finish("a")
+    assert nodes.look(1.0, "head", "a") == []
+    assert (nodes.wanted.drains, nodes.drained) == ({}, [])
+
+
+def test_a_node_and_its_worker_that_drain_at_once_end_together() -> None:
+    nodes = Nodes("head", "a")
+    nodes.drain("a")
+    nodes.wanted.drains["decode-a"] = ProcessDrain(("decode-a",), (), 0.0)
+    nodes.finish("a")
+    seen = {node_id: SeenNode(f"node-{node_id}", host, (f"decode-{node_id}",)) for node_id, host in hosts("a").items()}
+    assert reconcile(nodes.wanted, SeenCluster(hosts("a"), seen, (), nodes.left), 1.0) == [
+        ClusterStep(Act.END_NODE, "a")
+    ]
+    assert nodes.wanted.drains == {}
 
 
 @pytest.mark.parametrize("is_lost_first", [True, False])
 def test_a_host_that_drained_stays_out_when_it_comes_back_under_another_id(is_lost_first: bool) -> None:
-    nodes = Membership(hosts("head", "a.1"))
-    nodes.on_event(DrainAsked("a.1"), 0.0)
+    nodes = Nodes("head", "a.1")
+    nodes.drain("a.1")
     if is_lost_first:
-        assert nodes.on_event(seen("head"), 1.0) == [ForgetNode("a.1"), Announce()]
+        assert nodes.look(1.0, "head") == [ClusterStep(Act.FORGET, "a.1")]
     else:
-        nodes.on_event(NodeDrained("a.1"), 1.0)
-        assert nodes.on_event(seen("head"), 2.0) == []
-    assert nodes.drained == ("a.1",)
-    assert nodes.on_event(seen("head", "a.2", "b.1"), 3.0) == [PrepareNode("b.1")]
-    assert nodes.on_event(seen("head", "a.2", "a.3", "b.1"), 4.0) == [PrepareNode("a.3")]  # a second node of that host
-    nodes.on_event(DrainUndone("a.1"), 5.0)
-    assert nodes.on_event(seen("head", "a.2", "b.1"), 6.0) == [CancelPreparation("a.3"), PrepareNode("a.2")]
+        nodes.finish("a.1")
+        assert nodes.look(1.0, "head", "a.1") == [ClusterStep(Act.END_NODE, "a.1")]
+        assert nodes.look(2.0, "head") == []
+    assert nodes.drained == ["a.1"]
+    assert nodes.look(3.0, "head", "a.2", "b.1") == [prepare("b.1")]
+    assert nodes.look(4.0, "head", "a.2", "a.3", "b.1") == [prepare("a.3")]  # a second node of that host
+    nodes.undo("a.1")
+    assert nodes.look(6.0, "head", "a.2", "b.1") == [ClusterStep(Act.CANCEL, "a.3"), prepare("a.2")]
 
 
 def test_a_node_that_is_given_back_stays_out_while_it_lives_and_its_host_may_come_again() -> None:
-    nodes = Membership(hosts("head", "a"))
-    assert nodes.on_event(DrainAsked("a", is_given_back=True), 0.0) == [Announce()]
-    assert (nodes.released, nodes.members) == (("a",), ("head", "a"))
-    assert nodes.on_event(NodeDrained("a"), 1.0) == [EndNode("a"), Announce()]
-    assert (nodes.released, nodes.members, nodes.drained) == (("a",), ("head",), ())
-    assert nodes.on_event(seen("head", "a"), 100.0) == []
-    assert nodes.on_event(seen("head"), 101.0) == [Announce()]
-    assert nodes.released == ()
-    assert nodes.on_event(seen("head", "a.1"), 102.0) == [PrepareNode("a.1")]
+    nodes = Nodes("head", "a")
+    nodes.drain("a", is_given_back=True)
+    nodes.finish("a")
+    assert nodes.look(1.0, "head", "a") == [ClusterStep(Act.END_NODE, "a")]
+    assert (list(nodes.wanted.given_back), nodes.drained) == (["a"], [])
+    assert nodes.look(100.0, "head", "a") == []
+    assert nodes.look(101.0, "head") == []
+    assert nodes.wanted.given_back == {}
+    assert nodes.look(102.0, "head", "a.1") == [prepare("a.1")]
 
 
 def test_a_node_that_was_given_back_is_taken_again_whether_it_has_drained_or_not() -> None:
-    nodes = Membership(hosts("head", "a"))
-    nodes.on_event(DrainAsked("a", is_given_back=True), 0.0)
-    assert nodes.on_event(DrainUndone("a"), 1.0) == [Announce()]
-    assert nodes.on_event(seen("head", "a"), 2.0) == []
-    nodes.on_event(DrainAsked("a", is_given_back=True), 3.0)
-    nodes.on_event(NodeDrained("a"), 4.0)
-    assert nodes.on_event(DrainUndone("a"), 5.0) == [Announce()]
-    assert nodes.on_event(seen("head", "a"), 6.0) == [PrepareNode("a")]
+    nodes = Nodes("head", "a")
+    nodes.drain("a", is_given_back=True)
+    nodes.undo("a")
+    assert nodes.look(2.0, "head", "a") == []
+    nodes.drain("a", is_given_back=True)
+    nodes.finish("a")
+    nodes.look(4.0, "head", "a")
+    nodes.undo("a")
+    assert nodes.look(6.0, "head", "a") == [prepare("a")]
 
 
 def test_a_node_that_is_lost_while_it_is_given_back_is_forgotten() -> None:
-    nodes = Membership(hosts("head", "a"))
-    nodes.on_event(DrainAsked("a", is_given_back=True), 0.0)
-    assert nodes.on_event(seen("head"), 1.0) == [ForgetNode("a"), Announce()]
-    assert (nodes.released, nodes.drained) == ((), ())
-    assert nodes.on_event(seen("head", "a.1"), 2.0) == [PrepareNode("a.1")]
+    nodes = Nodes("head", "a")
+    nodes.drain("a", is_given_back=True)
+    assert nodes.look(1.0, "head") == [ClusterStep(Act.FORGET, "a")]
+    assert (nodes.wanted.given_back, nodes.drained) == ({}, [])
+    assert nodes.look(2.0, "head", "a.1") == [prepare("a.1")]
 
 
 class NodeModel:
-    """Performs the commands: checks that each fits what was commanded before."""
+    """Performs the steps: checks that each fits what was wished before."""
 
     def __init__(self, choice: random.Random) -> None:
         self._choice = choice
-        self.nodes = Membership(hosts("head"))
+        self.nodes = Nodes("head")
         self.alive = ["head"]
-        self.has_actors = {"head"}
-        self.prepared: set[str] = set()
         self.refused: set[str] = set()
         self.draining: set[str] = set()
         self.out: set[str] = set()  # drained, alive or not
 
-    def perform(self, commands: list[MembershipCommand]) -> None:
-        for command in commands:
-            match command:
-                case PrepareNode(node_id):
+    def look(self, now: float) -> None:
+        known = {*self.nodes.members, *self.nodes.preparing, *(self.refused & set(self.alive)), *self.out}
+        for act, node_id, _ in self.nodes.look(now, *self.alive):
+            match act:
+                case Act.PREPARE:
                     assert node_id in self.alive
-                    assert node_id not in self.prepared | self.has_actors | self.refused | self.out
-                    self.prepared.add(node_id)
-                case CancelPreparation(node_id):
+                    assert node_id not in known
+                case Act.CANCEL:
                     assert node_id not in self.alive
-                    self.prepared.remove(node_id)
-                case ForgetNode(node_id):
+                case Act.FORGET:
                     assert node_id not in self.alive
-                    self.has_actors.remove(node_id)
-                    if node_id in self.draining:
-                        self.draining.remove(node_id)
-                        self.out.add(node_id)
-                case EndNode(node_id):
+                    self.out |= {node_id} & self.draining
+                case Act.END_NODE:
                     assert node_id in self.draining
-                    self.has_actors.remove(node_id)
-                    self.draining.remove(node_id)
                     self.out.add(node_id)
+        self.draining -= self.out | (self.draining - set(self.nodes.members))
+        self.refused &= set(self.alive)
 
     def drain(self, now: float) -> None:
         """Begin, end or undo a drain."""
-        able = sorted(self.has_actors - self.draining - {"head"})
+        able = sorted(set(self.nodes.members) - self.draining - {"head"})
         if self.draining and self._choice.random() < 0.5:
-            self.perform(self.nodes.on_event(NodeDrained(min(self.draining)), now))
+            self.nodes.finish(min(self.draining))
+            self.look(now)
         elif (self.out or self.draining) and self._choice.random() < 0.4:
             node_id = min(self.out or self.draining)
             self.out.discard(node_id)
             self.draining.discard(node_id)
-            self.perform(self.nodes.on_event(DrainUndone(node_id), now))
+            self.nodes.undo(node_id)
         elif able:
             self.draining.add(able[0])
-            self.perform(self.nodes.on_event(DrainAsked(able[0]), now))
-
-    def look(self, now: float) -> None:
-        self.perform(self.nodes.on_event(seen(*self.alive), now))
-        self.refused &= set(self.alive)
+            self.nodes.drain(able[0])
 
     def step(self, now: float) -> None:
         if self._choice.random() < 0.2:
             self.drain(now)
-        elif self.prepared and self._choice.random() < 0.5:
-            node_id = self._choice.choice(sorted(self.prepared))
-            self.prepared.remove(node_id)
+        elif self.nodes.preparing and self._choice.random() < 0.5:
+            node_id = self._choice.choice(sorted(self.nodes.preparing))
             match self._choice.randrange(3):
                 case 0:
-                    self.has_actors.add(node_id)
-                    self.perform(self.nodes.on_event(NodeJoined(node_id), now))
+                    self.nodes.join(node_id)
                 case 1:
                     self.refused.add(node_id)
-                    self.perform(self.nodes.on_event(NodeRefused(node_id, "it differs"), now))
+                    self.nodes.refuse(node_id)
                 case _:
-                    self.perform(self.nodes.on_event(NodePostponed(node_id), now))
+                    self.nodes.postpone(node_id, now)
         else:
             node_id = self._choice.choice("abcd")
             (self.alive.remove if node_id in self.alive else self.alive.append)(node_id)
@@ -226,11 +274,14 @@ def test_in_random_histories_every_node_that_lives_is_used_refused_or_tried(seed
     for step in range(300):
         model.step(float(step))
     model.look(1000.0)
-    assert set(model.nodes.members) == model.has_actors <= set(model.alive)
-    assert set(model.nodes.refused) == model.refused
-    assert set(model.nodes.drained) == model.out
-    assert set(model.nodes.draining) == model.draining <= model.has_actors
-    assert model.has_actors | model.prepared | model.refused | (model.out & set(model.alive)) == set(model.alive)
+    has_actors, wanted = set(model.nodes.members), model.nodes.wanted
+    assert has_actors <= set(model.alive)
+    assert set(wanted.refused) == model.refused
+    assert set(wanted.drained) == model.out
+    assert set(wanted.drains) == {f"node-{node_id}" for node_id in model.draining}
+    assert model.draining <= has_actors
+    used = has_actors | set(model.nodes.preparing) | model.refused
+    assert used | (model.out & set(model.alive)) == set(model.alive)
 
 
 # --- the steps of a preparation

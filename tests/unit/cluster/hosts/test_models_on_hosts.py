@@ -9,17 +9,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from alignedserve.cluster import watchdog as failed_processes
+from alignedserve.cluster import serving_cluster
 from alignedserve.cluster.deployments import preparing
-from alignedserve.cluster.deployments.division import holding_of
-from alignedserve.cluster.deployments.logic import (
-    DeploymentsLogic,
-    DeploymentStage,
-    LeftDeployment,
-    Ordered,
-    View,
-    Viewed,
-)
+from alignedserve.cluster.deployments.logic import Deployment, DeploymentsLogic, DeploymentStage, SeenModels, View
 from alignedserve.cluster.deployments.orders import (
     AddModel,
     AdminRequest,
@@ -33,13 +25,14 @@ from alignedserve.cluster.deployments.orders import (
 )
 from alignedserve.cluster.deployments.planning import (
     PlannedModel,
+    holding_of,
     models_for_node,
     plan_models,
     plan_one_more,
     planned_again,
 )
+from alignedserve.cluster.desired import FIRST_PAUSE_S, Health, ProcessState
 from alignedserve.cluster.hosts import orders, ray_directory, succession
-from alignedserve.cluster.hosts.cluster import ClusterOnHosts
 from alignedserve.cluster.hosts.orders import StoredOrders, give_order
 from alignedserve.cluster.memory_planner import Machine
 from alignedserve.cluster.nodes.joining import Joining, needed_first
@@ -47,7 +40,7 @@ from alignedserve.cluster.nodes.members import HostedModel, Member
 from alignedserve.cluster.nodes.plan import ClusterPlan, NodeResources
 from alignedserve.cluster.nodes.ray_nodes import RayNode
 from alignedserve.cluster.placement import NodeCapacity, NodeShare
-from alignedserve.cluster.restarts import FIRST_PAUSE_S, Health, ProcessState
+from alignedserve.cluster.serving_cluster import ServingCluster
 from alignedserve.config.sections import MIB
 from alignedserve.config.unset_sizes import from_mapping
 from alignedserve.core.errors import NotEnoughMemory, PeerLost
@@ -194,7 +187,7 @@ def test_what_a_driver_answers_to_orders_about_models(answered: Callable[[AdminR
 
 
 def test_workers_that_do_not_start_are_told_to_users_and_gateways(
-    cluster: ClusterOnHosts, answered: Callable[[AdminRequest], Answer | None], monkeypatch: pytest.MonkeyPatch
+    cluster: ServingCluster, answered: Callable[[AdminRequest], Answer | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def state() -> str:
         shown = answered(ShowModels())
@@ -207,9 +200,9 @@ def test_workers_that_do_not_start_are_told_to_users_and_gateways(
     healths = dict.fromkeys(names, Health(ProcessState.UP))
     monkeypatch.setattr(cluster, "healths", lambda: healths)
     monkeypatch.setattr(succession, "answers_so_far", lambda calls: {})
-    monkeypatch.setattr(cluster._failed, "_start_again", lambda name: None)
+    monkeypatch.setattr(cluster, "_start_again", lambda name: None)
     clock = [0.0]
-    monkeypatch.setattr(failed_processes, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(serving_cluster, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     healths[names[0]] = Health(ProcessState.FAILED, "no room for its cache")
     assert state().startswith(f"degraded: {len(names) - 1} of {len(names)} workers serve; {names[0]}: 1 failed start")
     healths.update(dict.fromkeys(names, healths[names[0]]))
@@ -228,7 +221,7 @@ def test_workers_that_do_not_start_are_told_to_users_and_gateways(
 def test_the_next_driver_goes_on_with_an_order_that_the_last_one_had_begun(
     store: dict[str, bytes], tmp_path: Path
 ) -> None:
-    left = [LeftDeployment("", "a", DeploymentStage.SERVING), LeftDeployment("2", "b", DeploymentStage.DRAINING, "x")]
+    left = [Deployment("", "a"), Deployment("2", "b", DeploymentStage.DRAINING, "x")]
     following = started(tmp_path, {}, DeploymentsLogic(left, 2))
     store["c/order/x"] = msgspec.json.encode(RemoveModel("b"))
     assert following.check()
@@ -259,7 +252,7 @@ def test_an_answer_that_ray_s_head_did_not_take_is_given_later(
 
 
 def test_a_node_that_joins_begins_nothing_for_a_model_that_is_about_to_end(
-    cluster: ClusterOnHosts, monkeypatch: pytest.MonkeyPatch
+    cluster: ServingCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     joining = cluster._joining
     joining.logic = DeploymentsLogic.of_start({"": "pocket", "2": "other"})
@@ -267,9 +260,9 @@ def test_a_node_that_joins_begins_nothing_for_a_model_that_is_about_to_end(
     member = cluster._members.pop("id-1")
     share = replace(member.prepared.share, deployment_id="2", decode=("worker-1.2",), gateways=())
     member.set_part(replace(member.prepared, share=share))
-    joining.logic.on_event(Ordered("x", RemoveModel("other")), 0.0)
-    joining.logic.on_event(Viewed({"2": View(None, 0)}), 1.0)
-    assert [one.phase for one in joining.logic.standings] == [DeploymentStage.SERVING, DeploymentStage.ENDING]
+    joining.logic.order("x", RemoveModel("other"), 0.0)
+    joining.logic.reconcile(SeenModels(views={"2": View(None, 0)}), 1.0)
+    assert [row.phase for row in joining.logic.rows] == [DeploymentStage.SERVING, DeploymentStage.ENDING]
     monkeypatch.setattr(cluster, "add_node", lambda node: cluster._actors.setdefault(node.share.node, {}))
     cluster._admit(member)
     assert list(member.models) == [""]
@@ -311,7 +304,7 @@ def test_a_host_that_comes_back_has_what_it_had_of_the_models_that_are_left() ->
     assert other == former[1]
 
 
-def test_workers_of_a_model_that_is_added_load_without_disturbing_others(cluster: ClusterOnHosts) -> None:
+def test_workers_of_a_model_that_is_added_load_without_disturbing_others(cluster: ServingCluster) -> None:
     members = {member.ray_node: member for member in cluster._members.values()}
     nodes = [node(index) for index in range(len(members))]
     plan = plan_models([model("", nodes), model("2", nodes)], nodes)["2"]

@@ -11,16 +11,15 @@ import pytest
 from cryptography import x509
 
 from alignedserve.cluster.actor_factory import ClusterSecrets
-from alignedserve.cluster.deployments.logic import DeploymentsLogic, DeploymentStage, LeftDeployment
-from alignedserve.cluster.draining.drains import ProcessDrain
+from alignedserve.cluster.deployments.logic import Deployment, DeploymentsLogic, DeploymentStage
+from alignedserve.cluster.desired import DrainedNode, ProcessDrain, RollingRestart, SeenCluster, reconcile
 from alignedserve.cluster.hosts import succession
-from alignedserve.cluster.hosts.handover import ClusterState, decode, encode
 from alignedserve.cluster.hosts.record import ClusterRecord, own_versions
-from alignedserve.cluster.hosts.succession import Succession, digest_of, left_by_former
+from alignedserve.cluster.hosts.succession import ClusterState, Succession, decode, digest_of, encode, left_by_former
 from alignedserve.cluster.memory_planner import Machine
 from alignedserve.cluster.nodes.admission import Agent
 from alignedserve.cluster.nodes.agent import KeptState
-from alignedserve.cluster.nodes.members import DrainedNode, HostedModel
+from alignedserve.cluster.nodes.members import HostedModel
 from alignedserve.cluster.nodes.ray_nodes import WorkerShare
 from alignedserve.cluster.placement import NodeCapacity
 from alignedserve.config.sections import ModelSectionConfig
@@ -73,12 +72,14 @@ def test_the_next_driver_gets_what_the_last_one_knew(driver: Driver) -> None:
     share = replace(other.prepared.share, deployment_id="2", decode=("decode-1.2",), gateways=())
     other.set_part(replace(other.prepared, share=share, num_far_decode=3, joins_others=True))
     other.placed = {"decode-1": WorkerShare(0, 2.0, 0.5)}
-    joining.logic = DeploymentsLogic([LeftDeployment("2", "b", DeploymentStage.DRAINING, "order", 5.0)], 2)
+    joining.logic = DeploymentsLogic([Deployment("2", "b", DeploymentStage.DRAINING, "order", 5.0)], 2)
     joining.models["2"] = HostedModel(joining.models[""].plan, {"model": {"path": "/m"}}, "digest")
     joining.wholes["node-0"] = Machine(1, 2, 3, True)
     joining.vacant["host-7", "10.0.0.7"] = [(share,)]
-    joining.drains.begin("node-1", ProcessDrain(("decode-1",), (), 60.0))
-    joining.drained["id-7"] = DrainedNode("node-7", NODES[2])
+    wanted = joining.wanted
+    wanted.drains["node-1"] = ProcessDrain(("decode-1",), (), 60.0)
+    wanted.drained["id-7"] = DrainedNode("node-7", NODES[2].host, "id-7")
+    wanted.restart = RollingRestart("order", ["decode-1"], {"decode-0": 9.0, "decode-1": 9.0}, "decode-0", since_s=4.0)
     driver.secrets = ClusterSecrets(b"secret", CertificateAuthority.new("c"))
     found = decode(encode(driver.state))
     assert (found.asked, found.started, found.secrets.secret) == ("asked", 1.5, b"secret")
@@ -97,8 +98,9 @@ def test_the_next_driver_gets_what_the_last_one_knew(driver: Driver) -> None:
     assert replace(then.plan, placement=joining.plan.placement) == joining.plan
     assert (then.models["2"].own, then.models["2"].digest) == ({"model": {"path": "/m"}}, "digest")
     assert (then.logic.left, then.logic.num_named) == (joining.logic.left, 2)
-    assert (then.wholes, then.vacant, then.drained) == (joining.wholes, joining.vacant, joining.drained)
-    assert (then.drains.going_on, then.device) == (joining.drains.going_on, joining.device)
+    assert (then.wholes, then.vacant, then.device) == (joining.wholes, joining.vacant, joining.device)
+    kept = ("drains", "drained", "restart", "seen_s")
+    assert [getattr(then.wanted, name) for name in kept] == [getattr(wanted, name) for name in kept]
     assert (then.num_nodes, then.num_folders, then.cluster_id) == (2, 2, "c")
 
 
@@ -137,7 +139,7 @@ def test_what_has_changed_is_handed_over_at_once(driver: Driver) -> None:
 
 def test_what_has_not_changed_is_handed_over_once(eager: Driver) -> None:
     for second in range(4):
-        eager.joining.drains.finished(float(second), {})
+        reconcile(eager.joining.wanted, SeenCluster({}, {}), float(second))
         eager.hand_over()
     assert [(len(agent.copies), agent.num_heard) for agent in eager.agents] == [(1, 3), (1, 3)]
 
@@ -179,9 +181,9 @@ def test_every_change_is_handed_over(eager: Driver) -> None:
         lambda: known.plan.placement.join(NodeCapacity("node-2", "10.0.0.2", 4)),
         lambda: known.vacant.setdefault(("host-7", ""), []).append((share,)),
         lambda: known.vacant["host-7", ""].pop(),
-        lambda: known.drains.begin("node-1", ProcessDrain(("decode-1",), (), 60.0)),
-        lambda: known.drains.finished(1.0, {}),
-        lambda: known.drained.update({"id-7": DrainedNode("node-7", NODES[2])}),
+        lambda: known.wanted.drains.update({"node-1": ProcessDrain(("decode-1",), (), 60.0)}),
+        lambda: reconcile(known.wanted, SeenCluster({}, {}), 1.0),
+        lambda: known.wanted.drained.update({"id-7": DrainedNode("node-7", NODES[2].host, "id-7")}),
         lambda: setattr(known, "num_nodes", 9),
         lambda: setattr(known, "num_folders", 9),
         lambda: setattr(other, "prepared", replace(other.prepared, share=share)),
