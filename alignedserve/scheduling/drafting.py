@@ -1,7 +1,7 @@
 """How many tokens may be drafted of which request in an iteration: as many as are forecast to pay.
 
-A draft is computed like one more decode. It brings a token with the probability that it and the drafts before it are
-right. What share of its drafts is right is learned of every request. Drafts are allowed while the iteration brings more
+A draft is computed like one more decode, and brings a token if all drafts up to there are right. The share of right
+drafts is learned of every request. Drafts are allowed while the iteration brings more
 tokens a second with them, and no gap becomes longer than objectives allow: none where many requests share an iteration.
 """
 
@@ -21,7 +21,7 @@ _MARGIN = 1.03  # by which tokens a second must grow: errors of the cost model
 _SLACK_SHARE = 0.9  # of a mean gap that an iteration with drafts may take
 
 
-class Drafting:
+class DraftLimits:
     """Allows drafts, and learns how many are right."""
 
     def __init__(self) -> None:

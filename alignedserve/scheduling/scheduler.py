@@ -10,7 +10,7 @@ from alignedserve.costmodel.model import CostModel, LearningCostModel, ShownSpee
 from alignedserve.costmodel.straggler import delay_beside
 from alignedserve.costmodel.work import IterationWork
 from alignedserve.messages.workers import DecodeDelay
-from alignedserve.scheduling.drafting import Drafting
+from alignedserve.scheduling.drafting import DraftLimits
 from alignedserve.scheduling.picture_turns import ExpectedTurns
 from alignedserve.scheduling.policy import IterationLimits, IterationPlan, IterationPolicy, WorkerView
 from alignedserve.scheduling.scheduler_state import SchedulerState
@@ -57,7 +57,7 @@ class Scheduler:
         )
 
     def drafts(
-        self, drafting: Drafting, state: SchedulerState, plan: IterationPlan
+        self, drafting: DraftLimits, state: SchedulerState, plan: IterationPlan
     ) -> tuple[tuple[RequestId, int], ...]:
         """Return how many tokens may be drafted of each request of the plan."""
         return drafting.allow(state.table, plan, self.costs, self.limits)

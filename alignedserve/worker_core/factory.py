@@ -9,7 +9,7 @@ from alignedserve.costmodel.model import CostModel
 from alignedserve.messages.workers import WorkerRegistered
 from alignedserve.prefix_cache.cached_blocks import budget_of
 from alignedserve.prefix_cache.contexts import PrefixCache
-from alignedserve.scheduling.drafting import Drafting
+from alignedserve.scheduling.drafting import DraftLimits
 from alignedserve.scheduling.factory import limits_of, make_scheduler, make_yielding, measured_speed
 from alignedserve.scheduling.policy import DeviceMemory
 from alignedserve.worker_core.logic import ColocatedLogic
@@ -91,7 +91,7 @@ def make_colocated_logic(
         prefix_pool=None if prefixes is None else prefix_pool,
         yielding=yielding,
         decode_pool=decode_pool,
-        drafting=Drafting() if may_draft else None,
+        drafting=DraftLimits() if may_draft else None,
     )
 
 

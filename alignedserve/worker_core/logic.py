@@ -25,7 +25,7 @@ from alignedserve.messages.iterations import IterationCompleted, MapArena, RunIt
 from alignedserve.messages.request_notes import Cause
 from alignedserve.messages.workers import DecodeDelay, PrefillRequest, SetPredictedLength, WorkerLoad, WorkerRegistered
 from alignedserve.prefix_cache.contexts import PrefixCache
-from alignedserve.scheduling.drafting import Drafting
+from alignedserve.scheduling.drafting import DraftLimits
 from alignedserve.scheduling.policy import DeviceMemory, IterationPlan
 from alignedserve.scheduling.scheduler import Scheduler
 from alignedserve.scheduling.yielding import UrgentPlans, Yielding
@@ -132,7 +132,7 @@ class ColocatedLogic(WorkerLogic[HeldRequest]):
         prefix_pool: str | None = None,
         decode_pool: str | None = None,
         yielding: Yielding | None = None,
-        drafting: Drafting | None = None,
+        drafting: DraftLimits | None = None,
     ) -> None:
         """`memory`: empty. `prefixes`: the empty prefix cache in it; None: none. `yielding`: whether a pass stops;
         None: never. `drafting`: None: no tokens are drafted.

@@ -223,7 +223,7 @@ class OnDemandModels:
         return served if left is None else replace(served, adapters=(*served.adapters, *left.adapters))
 
     def sleeping(self, serving: Collection[str]) -> tuple[ServedDeployment, ...]:
-        """Return the models as gateways are told of them. `serving`: names of those that are awake."""
+        """Return the models for gateways. `serving`: names of those that are awake."""
         now = time.monotonic()
         return tuple(
             replace(model.deployed, served=self._served(name), problem=self._logic.problem(name, now) or "")

@@ -231,7 +231,7 @@ class SequenceTable:
         return row
 
     def space(self, row: int) -> int:
-        """Return how many tokens a sequence that decodes may compute beside its last one, in the blocks that it has."""
+        """Return how many tokens a decoding sequence may compute beside the last one, in the blocks at hand."""
         count = int(self.num_tokens[row])
         if count - self.num_computed[row] != 1 or self.is_hidden[row]:
             return 0

@@ -5,7 +5,7 @@ import numpy as np
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import Request, SamplingParams, Slo
 from alignedserve.costmodel.work import IterationWork
-from alignedserve.scheduling.drafting import Drafting
+from alignedserve.scheduling.drafting import DraftLimits
 from alignedserve.scheduling.policy import (
     EvictionMode,
     IterationLimits,
@@ -40,21 +40,21 @@ def decoding(count: int, tpot_s: float | None = None) -> tuple[RequestTable, Ite
     return table, IterationPlan(tuple(ScheduledRequest(row, 1) for row in range(count)))
 
 
-def allowed(drafting: Drafting, count: int, token_s: float, tpot_s: float | None = None) -> int:
+def allowed(drafting: DraftLimits, count: int, token_s: float, tpot_s: float | None = None) -> int:
     drafts = dict(drafting.allow(*decoding(count, tpot_s), Costs(token_s), LIMITS))  # type: ignore[arg-type]
     assert len(set(drafts.values())) <= 1
     return next(iter(drafts.values()), 0)
 
 
 def test_one_request_has_drafts_and_many_have_none() -> None:
-    counts = [allowed(Drafting(), count, token_s=0.001) for count in (1, 4, 16, 64)]
+    counts = [allowed(DraftLimits(), count, token_s=0.001) for count in (1, 4, 16, 64)]
     assert counts == sorted(counts, reverse=True)
     assert counts[0] >= 2
     assert counts[-1] == 0
 
 
 def test_more_are_allowed_of_whom_many_were_right() -> None:
-    drafting, seen = Drafting(), []
+    drafting, seen = DraftLimits(), []
     for _ in range(8):
         seen.append(allowed(drafting, 1, token_s=0.001))
         drafting.note(((RequestId("r0"), 4, 4),))
@@ -67,14 +67,14 @@ def test_more_are_allowed_of_whom_many_were_right() -> None:
 
 
 def test_no_gap_is_longer_than_an_objective_allows() -> None:
-    assert allowed(Drafting(), 2, token_s=0.001, tpot_s=1.0) > 0
-    assert allowed(Drafting(), 2, token_s=0.001, tpot_s=0.0275) == 1  # 26 ms with two
-    assert allowed(Drafting(), 2, token_s=0.001, tpot_s=0.024) == 0
+    assert allowed(DraftLimits(), 2, token_s=0.001, tpot_s=1.0) > 0
+    assert allowed(DraftLimits(), 2, token_s=0.001, tpot_s=0.0275) == 1  # 26 ms with two
+    assert allowed(DraftLimits(), 2, token_s=0.001, tpot_s=0.024) == 0
 
 
 def test_only_iterations_of_decodes_alone_have_drafts() -> None:
     table, plan = decoding(2)
-    costs, drafting = Costs(0.0001), Drafting()
+    costs, drafting = Costs(0.0001), DraftLimits()
     assert drafting.allow(table, plan, costs, LIMITS)  # type: ignore[arg-type]
     evicting = IterationPlan(plan.scheduled[:1], (PlannedEviction(1, EvictionMode.DROP),))
     table.num_cached[1] = 3
@@ -85,9 +85,9 @@ def test_only_iterations_of_decodes_alone_have_drafts() -> None:
 
 
 def test_requests_that_left_are_forgotten() -> None:
-    drafting = Drafting()
+    drafting = DraftLimits()
     for number in range(1000):
         drafting.note(((RequestId(f"old{number}"), 2, 1),))
     drafting.allow(*decoding(1), Costs(0.001), LIMITS)  # type: ignore[arg-type]
     assert len(drafting._shares) == 0
-    assert np.isclose(allowed(drafting, 1, 0.001), allowed(Drafting(), 1, 0.001))
+    assert np.isclose(allowed(drafting, 1, 0.001), allowed(DraftLimits(), 1, 0.001))

@@ -1,6 +1,6 @@
 """Drafts: guesses of the next tokens of sequences that decode, which one pass verifies (prompt lookup, Saxena 2023).
 
-A sequence computes its last token and its drafts in one step. Every one of these places has logits, and a token is
+One step computes the last token of a sequence and all drafts. Every one of these places has logits, and a token is
 chosen from each as single steps would choose it: kernels give the same bits whatever shares a step, and a draw is a
 function of seed and place. Chosen tokens count up to the first that differs from its draft. So an answer is the same
 with and without drafts, to the last bit. Keys and values behind a wrong draft lie in slots that are written again
@@ -45,7 +45,7 @@ class Drafter(Protocol):
     """Guesses the next tokens of a sequence."""
 
     def __call__(self, tokens: IntArray, at_most: int) -> IntArray:
-        """Return up to so many tokens that may follow these."""
+        """Return at most `at_most` tokens that may follow."""
         ...
 
 
