@@ -10,7 +10,7 @@ The life of a part:
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, cast
 
@@ -22,7 +22,7 @@ from alignedserve.core.request import SampledToken
 from alignedserve.runtime.attention.sequence_table import IntArray, NewSequence
 from alignedserve.runtime.device.accelerator import in_inference_mode
 from alignedserve.runtime.device.streams import DeviceStreams, Event, Stream
-from alignedserve.runtime.engine.engine import Engine
+from alignedserve.runtime.engine.engine import NO_DRAFTS, Engine
 from alignedserve.runtime.engine.engine_options import NO_OWN_BLOCKS, EngineOptions, OwnBlocks
 from alignedserve.runtime.engine.forward.decoder import Decoder
 from alignedserve.runtime.engine.steps.step import NO_TIMES, Slices, StepBatch, StepLaunch, StepOutput, StepTimes
@@ -98,6 +98,11 @@ class StagedEngine(Engine):
         self._eos = np.array(sorted(self.model.config.eos_token_ids), np.int64)
         self._asked = np.zeros(len(self._table.sequences), np.int64)  # tokens of each row; for one call at a time
 
+    @property
+    @override
+    def may_draft(self) -> bool:
+        return False
+
     @override
     def add_sequence(self, sequence: NewSequence) -> None:
         super().add_sequence(sequence)
@@ -113,7 +118,10 @@ class StagedEngine(Engine):
 
     @in_inference_mode
     @override
-    def execute(self, slices: Slices, *, may_go_on: bool = True) -> StepOutput:
+    def execute(
+        self, slices: Slices, *, may_go_on: bool = True, drafts: Mapping[RequestId, int] = NO_DRAFTS
+    ) -> StepOutput:
+        assert not drafts, "stages verify no drafts"
         started = time.perf_counter()
         slices, skipped = self._without_unready(slices)
         if not slices:

@@ -110,13 +110,6 @@ async def test_a_lone_process_is_back_soon(separate_cluster: Serving, undisturbe
     await assert_back_soon(separate_cluster, undisturbed, kind)
 
 
-@pytest.mark.slow
-async def test_so_is_a_lone_elastic_worker(tmp_path: Path, random_model: Path, undisturbed: list[str]) -> None:
-    with serving(tmp_path / "run", str(random_model), *EXACT, "--set", "decode.count=1") as lone:
-        lone.wait_ready()
-        await assert_back_soon(lone, undisturbed, "ColocatedWorker")
-
-
 async def assert_back_soon(cluster: Serving, undisturbed: list[str], kind: str) -> None:
     """A request that is sent right after the loss of the only such process waits for the next one, and not for long."""
     waits_s = []
