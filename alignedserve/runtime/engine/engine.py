@@ -333,9 +333,9 @@ class Engine:
             more, more_failed = self._collect(launch)
             sampled, failed = sampled + more, failed + more_failed
         times = launches[-1].times(self.model, started, prepared, is_ahead=ahead is not None)
-        sampled, counts, drafted = with_forced(forced, sampled), forced_counts(forced, failed), ()
-        if guessed is not None:
-            drafted = guessed.counted()
+        sampled, counts = with_forced(forced, sampled), forced_counts(forced, failed)
+        drafted = () if guessed is None else guessed.counted()
+        if drafted:
             counts = tuple((key, right) for key, _, right in drafted if right and key not in failed)
         prompt_logprobs = [part for launch in launches for part in launch.prompt_logprobs]
         return StepOutput(sampled, failed, self._reasons(failed), prompt_logprobs, times, counts, skipped, drafted)

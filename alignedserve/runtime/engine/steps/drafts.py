@@ -91,7 +91,7 @@ class Drafting:
         at_most = min(at_most, table.space(row)) if at_most > 0 and self._can_verify(row) else 0
         if at_most < 1:
             return ()
-        drafts = self.drafter(table.tokens[row, : table.num_tokens[row]], at_most)
+        drafts = self.drafter(table.tokens[row, : table.num_tokens[row]].astype(np.int64), at_most)
         return _until(drafts.tolist(), self._ends.union(table.sequence(row).sampling.stop_token_ids))
 
     def _can_verify(self, row: int) -> bool:
