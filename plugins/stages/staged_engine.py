@@ -10,7 +10,7 @@ The life of a part:
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, cast
 
@@ -22,7 +22,7 @@ from alignedserve.core.request import SampledToken
 from alignedserve.runtime.attention.sequence_table import IntArray, NewSequence
 from alignedserve.runtime.device.accelerator import in_inference_mode
 from alignedserve.runtime.device.streams import DeviceStreams, Event, Stream
-from alignedserve.runtime.engine.engine import NO_DRAFTS, Engine
+from alignedserve.runtime.engine.engine import NO_DRAFTS, Engine, MostDrafts
 from alignedserve.runtime.engine.engine_options import NO_OWN_BLOCKS, EngineOptions, OwnBlocks
 from alignedserve.runtime.engine.forward.decoder import Decoder
 from alignedserve.runtime.engine.steps.step import NO_TIMES, Slices, StepBatch, StepLaunch, StepOutput, StepTimes
@@ -90,18 +90,12 @@ class StagedEngine(Engine):
         has_own = all_blocks is storage
         self._lender = BlockLender(self._table, all_blocks, group if has_own else None, own_blocks.lent)
         self._ahead: list[StagePart] = []
-        self._goes_ahead = goes_ahead
-        self._choice = GroupChoice()
-        self._ended_s = 0.0  # when the step before did
-        self._num_paused = 0
+        self._goes_ahead, self._choice = goes_ahead, GroupChoice()
+        self._ended_s, self._num_paused = 0.0, 0  # when the step before did
+        self._drafting.is_able = False
         self._may_go_ahead = np.zeros(len(self._table.sequences), np.bool_)  # by row
         self._eos = np.array(sorted(self.model.config.eos_token_ids), np.int64)
         self._asked = np.zeros(len(self._table.sequences), np.int64)  # tokens of each row; for one call at a time
-
-    @property
-    @override
-    def may_draft(self) -> bool:
-        return False
 
     @override
     def add_sequence(self, sequence: NewSequence) -> None:
@@ -118,9 +112,7 @@ class StagedEngine(Engine):
 
     @in_inference_mode
     @override
-    def execute(
-        self, slices: Slices, *, may_go_on: bool = True, drafts: Mapping[RequestId, int] = NO_DRAFTS
-    ) -> StepOutput:
+    def execute(self, slices: Slices, *, may_go_on: bool = True, drafts: MostDrafts = NO_DRAFTS) -> StepOutput:
         assert not drafts, "stages verify no drafts"
         started = time.perf_counter()
         slices, skipped = self._without_unready(slices)

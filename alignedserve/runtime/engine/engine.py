@@ -127,7 +127,8 @@ def write_whole(storage: BlockStorage, compute: Stream, block_ids: Sequence[Bloc
 
 __all__ = ["Engine", "NewSequence", "PromptLogprobs", "StepOutput", "StepSlice", "StepTimes"]
 
-NO_DRAFTS: Mapping[RequestId, int] = MappingProxyType({})
+MostDrafts = Mapping[RequestId, int]  # tokens that may be drafted of each sequence
+NO_DRAFTS: MostDrafts = MappingProxyType({})
 COMPUTE = "compute"  # the stream of forward passes
 
 
@@ -299,9 +300,7 @@ class Engine:
             self._compute.record().synchronize()
 
     @in_inference_mode
-    def execute(
-        self, slices: Slices, *, may_go_on: bool = True, drafts: Mapping[RequestId, int] = NO_DRAFTS
-    ) -> StepOutput:
+    def execute(self, slices: Slices, *, may_go_on: bool = True, drafts: MostDrafts = NO_DRAFTS) -> StepOutput:
         """Run one step of at least one slice, one per sequence, each within its sequence's tokens and blocks. A slice
         is a StepSlice or an equal tuple. On a GPU the next step is launched behind this one, or prepared while it is
         computed, assuming that sequences continue to decode. A slice that decodes takes tokens along that a grammar

@@ -226,7 +226,7 @@ class _PhaseRunner:
         self.notes: list[str] = []
 
     async def run(self, phase: Phase) -> PhaseRecord:
-        began_s, log, failure = time.monotonic(), DocumentsLog(), None
+        began_s, log, failure, missing = time.monotonic(), DocumentsLog(), None, None
         chats = self._protocol.chats(phase) if phase.has_chat else ()
         chat = ChatLoad(
             client=self._client, calls=self._calls, slo=self._protocol.slo, chats=chats, patience_s=self._patience_s
@@ -239,9 +239,11 @@ class _PhaseRunner:
                 if phase.has_chat:
                     group.create_task(self._chat(chat, log, waits=phase.has_documents))
         except* NoBatches as error:
-            raise _first(error) from None
+            missing = _first(error)  # raised here, Python 3.11.2 would put it into a group
         except* PeerError as error:
             failure = str(_first(error))
+        if missing is not None:
+            raise missing
         self.notes += log.notes
         return _record_of(phase, chat, log, began_s, failure)
 

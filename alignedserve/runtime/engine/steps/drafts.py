@@ -16,7 +16,7 @@ from alignedserve.core.ids import RequestId
 from alignedserve.runtime.attention.backend import RunPlanner
 from alignedserve.runtime.attention.sequence_table import IntArray, SequenceTable
 from alignedserve.runtime.engine.sampling.sampler import Sampler
-from alignedserve.runtime.engine.steps.step import DraftedRow, Drafts, Slices
+from alignedserve.runtime.engine.steps.step import MOST_MORE_TOKENS, DraftedRow, Drafts, Slices
 from alignedserve.runtime.grammar.token_masks import TokenMasks
 
 _LEAST_MATCH, _MOST_MATCH = 2, 16  # tokens at the end that an earlier place must have in common; that are compared
@@ -75,11 +75,11 @@ class Drafting:
             return None
         if (table.num_tokens[rows] - table.num_computed[rows] != 1).any() or table.is_hidden[rows].any():
             return None
-        made = [
-            DraftedRow(request_id, row, int(table.num_tokens[row]), drafts)
-            for (request_id, _), row in zip(slices, rows.tolist(), strict=True)
-            if (drafts := self._draft(row, most.get(request_id, 0)))
-        ]
+        made, num_left = [], MOST_MORE_TOKENS
+        for (request_id, _), row in zip(slices, rows.tolist(), strict=True):
+            if drafts := self._draft(row, min(most.get(request_id, 0), num_left)):
+                made.append(DraftedRow(request_id, row, int(table.num_tokens[row]), drafts))
+                num_left -= len(drafts)
         for part in made:
             end = part.num_tokens + len(part.token_ids)
             table.tokens[part.row, part.num_tokens : end] = part.token_ids

@@ -312,6 +312,8 @@ class StepLaunch:
 
 NO_TOKEN = -1  # in place of a token where logits were not numbers
 _NUM_PARTS = 2  # a step may be divided into so many launches
+# Forced or drafted, of all sequences in one step: the rest of the step waits for them.
+MOST_MORE_TOKENS = 128
 
 
 class ChosenTokens:
@@ -319,8 +321,9 @@ class ChosenTokens:
 
     def __init__(self, max_sequences: int, device: torch.device, *, launches_ahead: bool) -> None:
         """`launches_ahead`: a step may be enqueued before the host has read the tokens of the one before."""
-        self._tokens = torch.zeros(_NUM_PARTS * max_sequences, dtype=torch.int64, device=device)
-        self._ascending = np.arange(_NUM_PARTS * max_sequences)
+        num_places = _NUM_PARTS * max_sequences + MOST_MORE_TOKENS  # a token is chosen behind each draft as well
+        self._tokens = torch.zeros(num_places, dtype=torch.int64, device=device)
+        self._ascending = np.arange(num_places)
         self._no_token = torch.tensor(NO_TOKEN, device=device)
         # One for each launch of a step and for the step behind it; none where the device is the host, which has read
         # them before the next.
@@ -372,10 +375,6 @@ def _like(tokens: Tensor) -> Tensor:
     return on_host if tokens.device.type == "cpu" else on_host.pin_memory()
 
 
-# Of all sequences in one step: the rest of the step waits for them.
-_MAX_TOKENS = 128
-
-
 class JumpAhead:
     """Appends tokens that grammars force to sequences that are about to decode: one step computes them together. Single
     steps would choose the same tokens. They take the slots that are left in a sequence's blocks, and so nobody
@@ -390,7 +389,7 @@ class JumpAhead:
         if self._masks is None or not self._masks.may_force:
             return {}
         forced: Forced = {}
-        num_left = _MAX_TOKENS
+        num_left = MOST_MORE_TOKENS
         for request_id, num_tokens in slices:
             token_ids = self._take(request_id, num_left) if num_tokens == 1 else ()
             if token_ids:

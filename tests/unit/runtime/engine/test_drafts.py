@@ -92,6 +92,22 @@ def test_a_plain_attention_takes_no_drafts(decoder: Decoder) -> None:
     assert (drafted, as_many, num_right) == (alone, num_steps, 0)
 
 
+def test_few_sequences_take_many_drafts_and_many_share_a_limit(decoder: Decoder) -> None:
+    prompt, engine = PROMPTS["a"], TinyEngine(decoder, max_sequences=1)
+    engine.engine._drafting.drafter = lambda tokens, at_most: np.full(at_most, 5)
+    engine.add("a", prompt, GREEDY, spare_tokens=40)
+    engine.step(a=len(prompt))
+    assert [count for _, count, _ in engine.step(num_drafts=30, a=1).drafted] == [30]
+    engine, names = TinyEngine(decoder, max_sequences=8), "abcdefgh"
+    engine.engine._drafting.drafter = lambda tokens, at_most: np.full(at_most, 5)
+    for name in names:
+        engine.add(name, prompt, GREEDY, spare_tokens=40)
+    engine.step(**dict.fromkeys(names, len(prompt)))
+    output = engine.step(num_drafts=30, **dict.fromkeys(names, 1))
+    assert [count for _, count, _ in output.drafted] == [30, 30, 30, 30, 8]
+    assert {token.request_id for token in output.sampled} == set(names)
+
+
 @each(
     "changes",
     [{"repetition_penalty": 1.5}, {"logit_bias": ((5, 4.0),)}, {"grammar": PERSON}, {"min_tokens": 60}],
@@ -116,8 +132,7 @@ def test_drafts_end_before_the_end_of_an_answer_of_its_blocks_and_of_its_limit(d
     assert [count for _, count, _ in engine.step(num_drafts=6, b=1).drafted] == [2]
     engine.add("c", prompt, GREEDY, spare_tokens=3)
     engine.step(c=len(prompt))
-    blocks = len(engine.blocks["c"]) * 4
-    assert [count for _, count, _ in engine.step(num_drafts=9, c=1).drafted] == [blocks - len(prompt) - 1]
+    assert [len(prompt) + 1 + n for _, n, _ in engine.step(num_drafts=9, c=1).drafted] == [4 * len(engine.blocks["c"])]
 
 
 @each(
