@@ -1,8 +1,8 @@
 """How many tokens may be drafted of which request in an iteration: as many as are forecast to pay.
 
 A draft is computed like one more decode, and brings a token if all drafts up to there are right. The share of right
-drafts is learned of every request. Drafts are allowed while the iteration brings more
-tokens a second with them, and no gap becomes longer than objectives allow: none where many requests share an iteration.
+drafts is learned of every request. Drafts are allowed while the iteration brings more tokens a second with them, and no
+gap becomes longer than objectives allow: none where many requests share an iteration.
 """
 
 import numpy as np
@@ -15,7 +15,8 @@ from alignedserve.scheduling.table import Floats, Ints, RequestTable
 from alignedserve.scheduling.table_operations import note_decodes
 
 _COUNTS = (1, 2, 4, 8, 12)  # of drafts of a request
-_FIRST_SHARE, _LEAST_SHARE = 0.5, 0.1  # of right drafts: of a new request; of one whose drafts are wrong
+# Of right drafts: of a new request, of one whose drafts are wrong, and of one whose drafts are right.
+_FIRST_SHARE, _LEAST_SHARE, _MOST_SHARE = 0.5, 0.1, 0.99
 _WEIGHT = 0.15  # of the latest draft in that share
 _MARGIN = 1.03  # by which tokens a second must grow: errors of the cost model
 _SLACK_SHARE = 0.9  # of a mean gap that an iteration with drafts may take
@@ -48,7 +49,7 @@ class DraftLimits:
             share = self._shares.get(request_id, _FIRST_SHARE)
             for is_right in [True] * num_right + [False] * (num_right < num_drafts):
                 share += _WEIGHT * (is_right - share)
-            self._shares[request_id] = max(share, _LEAST_SHARE)
+            self._shares[request_id] = min(max(share, _LEAST_SHARE), _MOST_SHARE)
 
     def _count(self, table: RequestTable, rows: Ints, shares: Floats, costs: CostModel, limits: IterationLimits) -> int:
         work = IterationWork()
@@ -61,7 +62,7 @@ class DraftLimits:
             with_drafts = work.copy()
             with_drafts.add_decodes(num_rows * count, work.decode_context_len * count, work.max_decode_context_len)
             iteration_s = costs.iteration_s(with_drafts)
-            gained = float((shares * (1.0 - shares**count) / (1.0 - np.minimum(shares, 0.999))).sum())
+            gained = float((shares * (1.0 - shares**count) / (1.0 - shares)).sum())
             rate = (num_rows + gained) / max(iteration_s, 1e-9)
             if rate <= best or iteration_s > allowed_s:
                 break
