@@ -298,9 +298,11 @@ class ColocatedLogic(WorkerLogic[HeldRequest]):
     @override
     def _completed(self, event: IterationCompleted, now: float) -> Commands:
         self._performer.completed()
-        drafted = {request_id: num_drafted for request_id, num_drafted, _ in event.drafted}
-        for request_id, num_tokens in (dict.fromkeys(drafted, 0) | dict(event.forced)).items():
-            self._state.note_forced(request_id, num_tokens, num_drafted=drafted.get(request_id, 0))
+        right = dict(event.forced)
+        for request_id, num_drafted, _ in event.drafted:
+            self._state.note_forced(request_id, right.pop(request_id, 0), num_drafted=num_drafted)
+        for request_id, num_tokens in right.items():
+            self._state.note_forced(request_id, num_tokens)
         if self._drafting is not None:
             self._drafting.note(event.drafted)
         for request_id in event.skipped:

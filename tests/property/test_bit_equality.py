@@ -19,11 +19,11 @@ from alignedserve.core.block_allocator import blocks_for
 from alignedserve.core.ids import BlockId, RequestId
 from alignedserve.core.request import SampledToken, SamplingParams, TokenLogprob
 from alignedserve.runtime.attention.backend import AUTO
-from alignedserve.runtime.attention.sequence_table import IntArray
 from alignedserve.runtime.engine.engine import Engine, NewSequence
 from alignedserve.runtime.engine.engine_options import EngineOptions
 from alignedserve.runtime.engine.forward import native_pass
 from alignedserve.runtime.engine.forward.decoder import Decoder
+from alignedserve.runtime.engine.steps.drafts import Tokens
 from alignedserve.runtime.kv.block_storage import BlockStorage
 from kernels.cpu.native import supported_levels
 from tests.support.marks import many, slow
@@ -215,7 +215,7 @@ class Worker:
         for request in [request for request in self.running if request.is_done]:
             self.leave(request, keeps_cache=False)
 
-    def _draft(self, tokens: IntArray, at_most: int) -> IntArray:
+    def _draft(self, tokens: Tokens, at_most: int) -> Tokens:
         known = tokens.tolist()
         following = [text[len(known) :] for text in self._texts if text[: len(known)] == known]
         mistakes = [token if self._random.random() < 0.8 else 7 for token in (following[0] if following else [])]

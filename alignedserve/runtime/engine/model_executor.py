@@ -37,7 +37,7 @@ from alignedserve.runtime.device.devices import CPU, cache_folder, device_type
 from alignedserve.runtime.device.dtypes import torch_dtype
 from alignedserve.runtime.device.shared_device import SharedDevice
 from alignedserve.runtime.device.streams import Event, Stream, streams_of
-from alignedserve.runtime.engine.engine import COMPUTE, NO_DRAFTS, NewSequence, StepTimes
+from alignedserve.runtime.engine.engine import COMPUTE, NewSequence, StepTimes
 from alignedserve.runtime.engine.engine_sizes import LAYERS_AHEAD, EngineSizes, can_stop, threads_per_rank
 from alignedserve.runtime.engine.measured_iterations import KeptCalibration, measure_iterations
 from alignedserve.runtime.engine.swap_space import make_swap_space
@@ -429,7 +429,7 @@ class ModelExecutor:
             return IterationCompleted((), times=times)
         self._urgent.pass_begins(command.slices)
         # Else a step of this model would run in the turn of another that somebody waits for.
-        drafts = dict(command.drafts) if command.drafts else NO_DRAFTS
+        drafts = dict(command.drafts)
         output = self._engine.execute(command.slices, may_go_on=self._turns.is_alone(), drafts=drafts)
         scores = tuple(
             PromptScores(part.request_id, part.first_position, part.entries) for part in output.prompt_logprobs

@@ -8,35 +8,36 @@ before they are read.
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from alignedserve.core.ids import RequestId
 from alignedserve.runtime.attention.backend import RunPlanner
-from alignedserve.runtime.attention.sequence_table import IntArray, SequenceTable
+from alignedserve.runtime.attention.sequence_table import SequenceTable
 from alignedserve.runtime.engine.sampling.sampler import Sampler
 from alignedserve.runtime.engine.steps.step import MOST_MORE_TOKENS, DraftedRow, Drafts, Slices
 from alignedserve.runtime.grammar.token_masks import TokenMasks
 
+Tokens = npt.NDArray[np.signedinteger[Any]]  # those of the table are of 32 bits
 _LEAST_MATCH, _MOST_MATCH = 2, 16  # tokens at the end that an earlier place must have in common; that are compared
 _MOST_PLACES = 64  # that are compared, the latest ones
 
 
-def looked_up(tokens: IntArray, at_most: int) -> IntArray:
+def looked_up(tokens: Tokens, at_most: int) -> Tokens:
     """Return what followed the earlier place that has most tokens in common with the end, the latest of equals.
 
     Example: [5, 6, 7, 8, 1, 5, 6] and at most 2: 5, 6 was followed by 7, 8.
     """
-    places = np.flatnonzero(tokens[:-1] == tokens[-1])[-_MOST_PLACES:]
-    for back in range(1, _MOST_MATCH):
-        longer = places[places >= back]
-        longer = longer[tokens[longer - back] == tokens[-1 - back]] if back < len(tokens) else longer[:0]
-        if not len(longer):
-            if back < _LEAST_MATCH:
-                return tokens[:0]
-            break
-        places = longer
+    longer = np.flatnonzero(tokens[:-1] == tokens[-1])[-_MOST_PLACES:]
+    places, num_common = longer[:0], 0
+    while len(longer) and num_common < _MOST_MATCH:
+        places, num_common = longer, num_common + 1
+        longer = places[places >= num_common]
+        longer = longer[tokens[longer - num_common] == tokens[-1 - num_common]] if len(longer) else longer
+    if num_common < _LEAST_MATCH:
+        return tokens[:0]
     first = int(places[-1]) + 1
     return tokens[first : first + at_most]
 
@@ -44,7 +45,7 @@ def looked_up(tokens: IntArray, at_most: int) -> IntArray:
 class Drafter(Protocol):
     """Guesses the next tokens of a sequence."""
 
-    def __call__(self, tokens: IntArray, at_most: int) -> IntArray:
+    def __call__(self, tokens: Tokens, at_most: int) -> Tokens:
         """Return at most `at_most` tokens that may follow."""
         ...
 
@@ -69,10 +70,9 @@ class Drafting:
 
     def take(self, slices: Slices, most: Mapping[RequestId, int]) -> Drafts | None:
         """Draft up to so many tokens of each sequence, in the slots that are left in its blocks; None: nothing."""
-        table = self._table
-        rows = table.rows([request_id for request_id, _ in slices])
         if not self.is_able or any(count != 1 for _, count in slices):
             return None
+        table, rows = self._table, self._table.rows([request_id for request_id, _ in slices])
         if (table.num_tokens[rows] - table.num_computed[rows] != 1).any() or table.is_hidden[rows].any():
             return None
         made, num_left = [], MOST_MORE_TOKENS
@@ -91,7 +91,7 @@ class Drafting:
         at_most = min(at_most, table.space(row)) if at_most > 0 and self._can_verify(row) else 0
         if at_most < 1:
             return ()
-        drafts = self.drafter(table.tokens[row, : table.num_tokens[row]].astype(np.int64), at_most)
+        drafts = self.drafter(table.tokens[row, : table.num_tokens[row]], at_most)
         return _until(drafts.tolist(), self._ends.union(table.sequence(row).sampling.stop_token_ids))
 
     def _can_verify(self, row: int) -> bool:

@@ -7,9 +7,8 @@ import pytest
 
 from alignedserve.core.ids import RequestId
 from alignedserve.core.request import SampledToken, SamplingParams
-from alignedserve.runtime.attention.sequence_table import IntArray
 from alignedserve.runtime.engine.forward.decoder import Decoder
-from alignedserve.runtime.engine.steps.drafts import Drafter, looked_up
+from alignedserve.runtime.engine.steps.drafts import Drafter, Tokens, looked_up
 from tests.support.grammars import EOS, PERSON, byte_masks
 from tests.support.marks import each
 from tests.support.models.tiny_engines import GREEDY, TinyEngine, random_tokens, tiny_decoder
@@ -60,7 +59,7 @@ def following(known: dict[str, list[SampledToken]], wrong_at: int | None = None)
     """Return a drafter that knows the answers; `wrong_at`: it is wrong at every so many tokens."""
     texts = {name: [*prompt, *(token.token_id for token in known[name])] for name, prompt in PROMPTS.items()}
 
-    def draft(tokens: IntArray, at_most: int) -> IntArray:
+    def draft(tokens: Tokens, at_most: int) -> Tokens:
         text = next(text for text in texts.values() if text[: len(tokens)] == tokens.tolist())
         drafts = np.array(text[len(tokens) : len(tokens) + at_most], np.int64)
         if wrong_at is not None:
