@@ -8,6 +8,7 @@ host keep to the sockets.
 
 import asyncio
 import logging
+import socket
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -179,3 +180,12 @@ def stage_name(worker: str, index: int) -> str:
 
 def worker_of_stage(name: str) -> str:
     return deployed_name(name.partition(".")[0].rpartition(_STAGE)[0], deployment_of(name))
+
+
+def free_ports(count: int) -> list[int]:
+    """Return ports of this machine's loopback on which nobody listens now; another program may take one at any time."""
+    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports: list[int] = [listener.getsockname()[1] for listener in listeners]
+    for listener in listeners:
+        listener.close()
+    return ports

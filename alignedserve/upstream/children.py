@@ -13,7 +13,6 @@ import secrets
 import shlex
 import shutil
 import signal
-import socket
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -22,6 +21,7 @@ import aiohttp
 
 from alignedserve.core.errors import ConfigError
 from alignedserve.core.request import Slo
+from alignedserve.process.addresses import free_ports
 from alignedserve.process.background_tasks import start_background
 
 logger = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ class VllmChildren:
         self._commands: dict[str, list[str]] = {}
         for model in models:
             name, _, source = model.rpartition("=")
-            for port in _free_ports(count):
+            for port in free_ports(count):
                 self._commands[f"http://127.0.0.1:{port}"] = [
                     *(program, "serve", source, "--served-model-name", name or Path(source).name),
                     *("--host", "127.0.0.1", "--port", str(port), "--scheduling-policy", "priority"),
@@ -128,14 +128,6 @@ class VllmChildren:
             logger.warning("the engine at %s ended with status %s; it starts again in %.0f s", url, status, pause_s)
             await asyncio.sleep(pause_s)
             await self._spawn(url)
-
-
-def _free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [item.getsockname()[1] for item in sockets]
-    for item in sockets:
-        item.close()
-    return ports
 
 
 def _devices(number: int, count: int) -> dict[str, str]:

@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -14,6 +13,8 @@ import urllib.request
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+from alignedserve.process.addresses import free_ports
 
 ALIGNEDSERVE = str(Path(sys.executable).with_name("alignedserve"))
 READY_TIMEOUT_S = 120.0
@@ -39,9 +40,7 @@ _OF_SEPARATE_WORKERS = (
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    return free_ports(1)[0]
 
 
 class ServerEnded(Exception):

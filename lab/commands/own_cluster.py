@@ -1,7 +1,6 @@
 """The cluster of a command: it lives while the command runs."""
 
 import contextlib
-import socket
 import time
 from collections.abc import Iterator
 
@@ -10,6 +9,7 @@ from alignedserve.cli.wiring import start_cluster
 from alignedserve.cluster.local_ray.worker_template import WorkerTemplate
 from alignedserve.cluster.serving_cluster import ServingCluster
 from alignedserve.config.model_settings import ModelSettings
+from alignedserve.process.addresses import free_ports
 
 _READY_TIMEOUT_S = 120.0
 
@@ -32,6 +32,4 @@ def own_cluster(
 
 
 def on_free_port() -> str:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return f"gateway.port={listener.getsockname()[1]}"
+    return f"gateway.port={free_ports(1)[0]}"

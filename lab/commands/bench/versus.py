@@ -4,7 +4,6 @@ import asyncio
 import os
 import shlex
 import signal
-import socket
 import statistics
 import tempfile
 import time
@@ -20,6 +19,7 @@ from alignedserve.cli.console import FAILURE, notes, print_table, require_writab
 from alignedserve.client.openai_client import OpenAiClient
 from alignedserve.config.environment import client_api_key
 from alignedserve.core.errors import AlignedServeError, ConfigError
+from alignedserve.process.addresses import free_ports
 from lab.commands.bench.options import LoadOptions, VersusOptions
 from lab.commands.bench.serve import make_plan, run_load
 from lab.commands.machine import describe_machine
@@ -148,8 +148,7 @@ async def _serving(server: Server, timeout_s: float) -> AsyncIterator[str]:
     if server.is_running:
         yield server.command
         return
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    (port,) = free_ports(1)
     words = [word.replace("{port}", str(port)) for word in shlex.split(server.command)]
     with tempfile.TemporaryFile() as log:
         try:
@@ -207,7 +206,8 @@ def table(rows: Sequence[Row]) -> Table:
     for row in rows:
         for numbers in row.classes:
             groups.setdefault((row.load, numbers.name, row.server), []).append(numbers)
-    for load, name, server in sorted(groups, key=lambda key: [row.load for row in rows].index(key[0])):
+    loads = list(dict.fromkeys(row.load for row in rows))
+    for load, name, server in sorted(groups, key=lambda key: loads.index(key[0])):
         runs = groups[load, name, server]
         rate = statistics.median(run.output_tokens_per_s for run in runs)
         base = first.setdefault((load, name), rate)
