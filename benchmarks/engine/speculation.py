@@ -64,7 +64,7 @@ def main() -> None:
     is_on = {"on": "true", "off": "false"}
     for number in range(arguments.rounds):
         texts: dict[str, list[str]] = {}
-        for name, value in is_on.items():
+        for name, value in sorted(is_on.items(), reverse=number % 2 == 1):  # each is the first in turn
             with served(arguments.model, [f"engine.speculation={value}", "batches.enabled=false"]) as port:
                 for load in LOADS:
                     rate, answers = asyncio.run(measure(port, arguments.model, load))
