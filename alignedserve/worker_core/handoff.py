@@ -1,11 +1,11 @@
 """How a request's cache changes hands between workers, and between a worker and a pool: one protocol for all.
 
 A lender has blocks in its memory that another may use. The sender's side:
-1. 1. ASKED (ReserveBlocks): the receiver looks for blocks. ReservationRefused ends the handoff.
-2. 2. RESERVED (BlocksReserved): it holds blocks for the request. The sender begins to copy when that suits it.
-3. 3. COPYING: the cache is read, and must not be freed. If the copy fails, the receiver is told
+1. ASKED (ReserveBlocks): the receiver looks for blocks. ReservationRefused ends the handoff.
+2. RESERVED (BlocksReserved): it holds blocks for the request. The sender begins to copy when that suits it.
+3. COPYING: the cache is read, and must not be freed. If the copy fails, the receiver is told
    (CancelReservation).
-4. 4. OFFERED (BlocksWritten): the receiver checks what was copied. BlocksTaken ends the handoff, whoever has it
+4. OFFERED (BlocksWritten): the receiver checks what was copied. BlocksTaken ends the handoff, whoever has it
    then.
 Until it is taken the request is the sender's. If the receiver is lost, it still is, unless it was OFFERED: then the
 receiver may have taken it. An answer that is not awaited is stale or a repetition, and changes nothing.

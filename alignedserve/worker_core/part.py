@@ -1,4 +1,4 @@
-"""What the logics of all workers are made of: their events and commands, and parts that take some of the events."""
+"""Events and commands of all worker logics, and the base of their parts. A part takes some of the events."""
 
 from collections.abc import Sequence
 

@@ -147,7 +147,7 @@ class Worker:
 
 @dataclass(frozen=True, slots=True)
 class WorkerStart:
-    """What a worker is started with, and what follows for any kind."""
+    """The arguments of a worker's start, and values that follow from them for any kind."""
 
     config: DecodeWorkerConfig | PrefillWorkerConfig
     scheduling: SchedulingConfig
@@ -197,7 +197,7 @@ class WorkerStart:
 
 @dataclass(frozen=True, slots=True)
 class DecodingStart(WorkerStart):
-    """The same of a worker that decodes."""
+    """The start of a worker that decodes."""
 
     config: DecodeWorkerConfig
 

@@ -1,4 +1,4 @@
-"""What the logic of every worker does with an event: commands follow, and the next iteration begins.
+"""The logic of every worker: an event comes, commands follow, and the next iteration begins.
 
 A worker is its requests, the one iteration that is in flight at a time, and parts (part.py). An elastic worker has all
 of them (logic.py). A prefill worker and a decode worker say in their own rooms what they do otherwise.
@@ -26,7 +26,7 @@ _NO_LOGITS = (FailureKind.INTERNAL, "the model gave no usable logits")
 
 
 class UrgentCycle:
-    """What has come during the pass in flight, whether an urgent iteration runs, and the end of the pass that waits.
+    """The pass in flight: requests that come meanwhile, the urgent iteration within it, and its end until that is over.
 
     One urgent iteration at a time. A pass that ends before it could stop is dealt with after the urgent one.
     """

@@ -1,4 +1,4 @@
-"""What drafts save: the same requests with and without, in alternation, on two servers of one worker.
+"""Measures drafts: the same requests with and without, in alternation, on two servers of one worker.
 
     python -m benchmarks.engine.speculation [--model smollm2] [--rounds 3]
 

@@ -79,7 +79,7 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class SeenModels:
-    """What has come of deployments since the last look, by id."""
+    """Reports on deployments since the last look, by id."""
 
     prepared: Mapping[str, Prepared] = field(default_factory=dict)
     up: Collection[str] = ()  # whose processes are all up
